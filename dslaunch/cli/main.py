@@ -1,0 +1,103 @@
+"""The ``dslaunch`` command. Each verb's module is imported only when it runs.
+
+``dslaunch --help`` must feel instant: this file imports click and the standard
+library alone, and shows the verbs from the table below.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from dslaunch import __version__
+from dslaunch.core.errors import EXIT_CANCELLED_INT, EXIT_OUR_BUG, DslaunchError
+
+# verb -> (module, what --help says). The module holds a click command named `command`.
+VERBS: dict[str, tuple[str, str]] = {
+    "gen-config": ("dslaunch.cli.gen_config", "Print the DeepSpeed JSON of a run file or of flags."),
+    "plan": ("dslaunch.cli.plan", "Show every resolved value with its reason and source."),
+    "launch": ("dslaunch.cli.launch", "Start the ranks of a run file, or of any command."),
+    "export": ("dslaunch.cli.export", "Write a checkpoint as a Hugging Face directory."),
+    "generate": ("dslaunch.cli.generate", "Answer prompts with an exported model or adapter."),
+    "template": ("dslaunch.cli.template", "List, show or copy the templates."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its verbs by name and imports one when it is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = importlib.import_module(VERBS[cmd_name][0]).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in VERBS:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], VERBS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            ctx.fail(f"no command {args[0]!r}{hint}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dslaunch")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def dslaunch(ctx: click.Context, debug: bool) -> None:
+    """Fine-tune LLMs with DeepSpeed: configs that are right, ranks that start and stop."""
+    ctx.obj = {"debug": debug}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Errors are shown, never a traceback."""
+    args = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in args[:1]
+    try:
+        result: Any = dslaunch.main(args=args, prog_name="dslaunch", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        print("cancelled", file=sys.stderr)
+        return EXIT_CANCELLED_INT
+    except DslaunchError as error:
+        if debug:
+            raise
+        print(error.format(), file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our stdout went away (`dslaunch plan | head`): nothing is wrong.
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        print(
+            f"Error: internal error in dslaunch: {type(error).__name__}: {error}\n\n"
+            "hint: this is our bug; run `dslaunch --debug ...` and report the traceback",
+            file=sys.stderr,
+        )
+        return EXIT_OUR_BUG
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Errors that a user sees, and the exit code of each.
+
+    DslaunchError (70)
+    ├── ConfigError (2)           a run file, a flag, a template or data is wrong
+    │   └── HostfileError (2)     a hostfile line is wrong
+    ├── EnvironmentNotReady (3)   a package, port, disk or compiler is missing
+    └── LaunchFailed (its own)    a rank failed; carries the first failing rank's code
+
+The message is one sentence that says what is wrong, the value and where
+(``file:line``); the hint is one thing to do next. Neither holds a secret.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_NO = 1
+EXIT_USAGE = 2
+EXIT_NOT_READY = 3
+EXIT_OUR_BUG = 70
+EXIT_STOPPED_AT_CHECKPOINT = 75
+EXIT_DIVERGED = 76
+EXIT_HOST_LOST = 77
+EXIT_CANCELLED_INT = 130
+EXIT_CANCELLED_TERM = 143
+
+
+class DslaunchError(Exception):
+    """Base of every error meant for the user: a sentence, a hint, an exit code."""
+
+    exit_code = EXIT_OUR_BUG
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def format(self) -> str:
+        """The text for stderr: ``Error: ...`` and, where there is one, ``hint: ...``."""
+        text = f"Error: {self.message}"
+        return f"{text}\n\nhint: {self.hint}" if self.hint else text
+
+
+class ConfigError(DslaunchError):
+    """What the user wrote cannot be run as it is."""
+
+    exit_code = EXIT_USAGE
+
+
+class ConfigErrors(ConfigError):
+    """Several problems found in one pass, shown together in file order."""
+
+    def __init__(self, problems: list[ConfigError]) -> None:
+        assert problems
+        super().__init__("; ".join(p.message for p in problems), hint=problems[0].hint)
+        self.problems = problems
+
+    def format(self) -> str:
+        return "\n\n".join(problem.format() for problem in self.problems)
+
+
+class HostfileError(ConfigError):
+    """A hostfile is missing or a line of it cannot be read."""
+
+
+class EnvironmentNotReady(DslaunchError):
+    """The machine lacks something the run needs."""
+
+    exit_code = EXIT_NOT_READY
+
+
+class LaunchFailed(DslaunchError):
+    """A rank failed or was lost. ``exit_code`` is that rank's (128+n for signal n)."""
+
+    def __init__(self, message: str, *, exit_code: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = exit_code

@@ -1,0 +1,294 @@
+"""RunPlan: a run with everything resolved, and its JSON round trip.
+
+Made by ``dslaunch.config.resolve``; read by the launcher (``plan.launch``) and
+by each rank (``python -m dslaunch.train.worker --plan RUN_DIR/plan.json``).
+No field holds ``auto``. ``origins`` says for each key path why it has its value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+from dslaunch.core.errors import ConfigError
+from dslaunch.core.topology import Topology
+
+SCHEMA_VERSION = 1
+
+Precision = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Why a value is what it is, and where it was written.
+
+    ``source`` is ``default``, ``FILE:LINE``, ``--flag`` or ``derived``.
+    """
+
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """Which model, and how to load it. ``path``: hub id, absolute directory or .gguf file."""
+
+    path: str
+    kind: Literal["hub", "directory", "gguf"]
+    revision: str | None = None
+    tokenizer: str | None = None  # hub id or directory; None: the model's own
+    chat_template: str | None = None  # absolute path of a Jinja file; None: the tokenizer's own
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """One file (JSONL, JSON, parquet), ``datasets`` directory or hub id."""
+
+    path: str
+    kind: Literal["file", "directory", "hub"]
+    split: str = "train"
+    weight: float | None = None  # share of the mix; None on all sources: each sample once
+    format: Literal["auto", "messages", "conversations", "instruction", "prompt_completion", "text"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPlan:
+    """What is trained and evaluated on. ``max_length`` is in tokens."""
+
+    train: tuple[DataSource, ...]
+    eval: tuple[DataSource, ...] = ()
+    max_length: int = 1024
+    packing: bool = False
+    max_dropped_fraction: float = 0.05
+    shuffle: bool = True
+    cache_dir: str | None = None  # absolute; None: $DSLAUNCH_CACHE/tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterPlan:
+    """A LoRA or DoRA adapter, in peft's words."""
+
+    type: Literal["lora", "dora"]
+    r: int
+    lora_alpha: float
+    lora_dropout: float
+    target_modules: tuple[str, ...]  # ("all-linear",) for every linear layer but the head
+    use_rslora: bool = False
+    modules_to_save: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp16Plan:
+    """The fp16 block. ``loss_scale`` "dynamic" is DeepSpeed's 0; a number is static."""
+
+    loss_scale: float | Literal["dynamic"] = "dynamic"
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPlan:
+    """``type`` as DeepSpeed names it; ``params`` as its JSON takes them (lr, betas, ...)."""
+
+    type: str
+    lr: float
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerPlan:
+    """The learning rate over optimizer steps. Skipped steps do not advance it.
+
+    Warm-up goes from ``warmup_steps`` or ``warmup_ratio`` of all steps; the
+    rate falls to ``min_lr_ratio`` x lr at the last step (linear, cosine).
+    """
+
+    type: Literal["constant", "linear", "cosine"]
+    warmup_steps: int | None = None
+    warmup_ratio: float | None = None
+    min_lr_ratio: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """train_batch_size == micro x accumulation x world_size, always exactly."""
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        assert self.train_batch_size == (
+            self.train_micro_batch_size_per_gpu * self.gradient_accumulation_steps * self.world_size
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputPlan:
+    """What the run writes and how often, in optimizer steps. None: never, or (save) only at the end."""
+
+    save_steps: int | None = None
+    eval_steps: int | None = None
+    logging_steps: int = 1
+    save_total_limit: int | None = None
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """All that starting ranks takes; ``launch -- COMMAND`` needs nothing else.
+
+    ``argv`` is what each rank runs, byte for byte. ``env`` is added to the
+    launcher's environment; ``secret_env`` names variables that are passed on
+    by value at start and never written down.
+    """
+
+    argv: tuple[str, ...]
+    topology: Topology
+    run_dir: str  # absolute
+    cwd: str  # absolute
+    via: Literal["local"] = "local"
+    device_type: Literal["cpu", "cuda"] = "cpu"
+    master_addr: str | None = None  # None: 127.0.0.1 for a local launch
+    master_port: int | None = None  # None: a free port is found at start
+    env: Mapping[str, str] = field(default_factory=dict)
+    secret_env: tuple[str, ...] = ()
+    failure_grace_s: float = 5.0
+    checkpoint_grace_s: float = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Everything a training run needs, resolved."""
+
+    name: str
+    task: Literal["sft"]
+    seed: int
+    model: ModelPlan
+    data: DataPlan
+    adapter: AdapterPlan | None
+    precision: Precision
+    fp16: Fp16Plan | None  # set when precision is fp16
+    zero_stage: Literal[0, 1, 2, 3]
+    gradient_clipping: float  # 0: no clipping
+    optimizer: OptimizerPlan
+    scheduler: SchedulerPlan
+    batch: BatchPlan
+    num_train_epochs: float | None  # exactly one of the two is set
+    max_steps: int | None
+    output: OutputPlan
+    launch: LaunchPlan
+    ds_config: Mapping[str, Any]  # the DeepSpeed JSON, as rendered
+    origins: Mapping[str, Origin]
+    schema_version: int = SCHEMA_VERSION
+
+
+T = TypeVar("T")
+
+
+def to_json(plan: Any) -> dict[str, Any]:
+    """A plan (any of the dataclasses here) as plain JSON values."""
+    value: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(plan), allow_nan=False))
+    return value
+
+
+def from_json(kind: type[T], value: Any, where: str = "plan") -> T:
+    """The inverse of :func:`to_json`.
+
+    Raises ConfigError, naming the key path, where a key is unknown or missing
+    or a value has another type: a plan.json of another version, or edited.
+    """
+    result: T = _decode(kind, value, where)
+    return result
+
+
+def load_run_plan(path: Path) -> RunPlan:
+    """Read plan.json. Raises ConfigError where it is missing or no plan of this version."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no plan at {path}", hint="give the plan.json of a run directory") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    version = value.get("schema_version") if isinstance(value, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{path}: schema_version is {version!r}, this dslaunch reads {SCHEMA_VERSION}",
+            hint="start the run again with this version of dslaunch",
+        )
+    return from_json(RunPlan, value, str(path))
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(kind, value, where)
+    if origin in (Union, types.UnionType):
+        return _decode_union(typing.get_args(kind), value, where)
+    if origin is Literal:
+        _expect(value in typing.get_args(kind), kind, value, where)
+        return value
+    if origin is tuple:
+        _expect(isinstance(value, list), kind, value, where)
+        item = typing.get_args(kind)[0]
+        return tuple(_decode(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+    if origin is not None and issubclass(origin, Mapping):
+        _expect(isinstance(value, dict), kind, value, where)
+        item = typing.get_args(kind)[1]
+        return {k: _decode(item, v, f"{where}.{k}") for k, v in value.items()}
+    if kind is float:
+        _expect(isinstance(value, (int, float)) and not isinstance(value, bool), kind, value, where)
+        return float(value)
+    _expect(type(value) is kind, kind, value, where)
+    return value
+
+
+def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
+    _expect(isinstance(value, dict), kind, value, where)
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key in value:
+        if key not in fields:
+            raise ConfigError(f"{where}.{key}: unknown key in a saved plan")
+    for name, spec in fields.items():
+        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        if required and name not in value:
+            raise ConfigError(f"{where}.{name}: missing in a saved plan")
+    return kind(**{k: _decode(hints[k], v, f"{where}.{k}") for k, v in value.items()})
+
+
+def _decode_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    last: ConfigError | None = None
+    for kind in kinds:
+        if kind is type(None):
+            continue
+        try:
+            return _decode(kind, value, where)
+        except ConfigError as error:
+            last = error
+    assert last is not None
+    raise last
+
+
+def _expect(holds: bool, kind: Any, value: Any, where: str) -> None:
+    if not holds:
+        name = getattr(kind, "__name__", str(kind))
+        raise ConfigError(f"{where}: expected {name}, found {value!r}")

@@ -1,0 +1,111 @@
+"""The run directory: every file that a run needs or leaves, named once.
+
+    plan.json ds_config.json hostfile launch.sh
+    logs/rank-N.log  metrics.jsonl  events.jsonl  tensorboard/  checkpoints/step-N/  checkpoints/latest
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths inside one run directory. Nothing is created by asking for a path."""
+
+    path: Path
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def ds_config(self) -> Path:
+        return self.path / "ds_config.json"
+
+    @property
+    def hostfile(self) -> Path:
+        return self.path / "hostfile"
+
+    @property
+    def launch_script(self) -> Path:
+        return self.path / "launch.sh"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    def create(self, *, resume: bool) -> None:
+        """Make the directory. One that holds a plan already needs ``resume``.
+
+        Raises ConfigError where it exists and is not to be resumed, or is to be
+        resumed and does not exist; EnvironmentNotReady where it cannot be written.
+        """
+        if resume and not self.plan.exists():
+            raise ConfigError(
+                f"{self.path} holds no run to resume: there is no plan.json in it",
+                hint="give the --run-dir of the run to go on with, or leave --resume out",
+            )
+        if not resume and self.path.exists() and any(self.path.iterdir()):
+            raise ConfigError(
+                f"run directory {self.path} exists already; nothing was started",
+                hint="add --resume to go on with it, or give another --run-dir",
+            )
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            raise EnvironmentNotReady(
+                f"cannot write the run directory {self.path}: {error.strerror}",
+                hint="give a --run-dir on a file system you can write to",
+            ) from error
+
+
+def default_run_dir(name: str, *, runs_root: Path, now: datetime) -> Path:
+    """``<runs_root>/<name>-<UTC time>``; ``now`` must be in UTC."""
+    assert now.tzinfo is not None and now.utcoffset() == timezone.utc.utcoffset(now)
+    return runs_root / f"{name}-{now.strftime('%Y%m%dT%H%M%SZ')}"
+
+
+def runs_root(environ: dict[str, str] | os._Environ[str], cwd: Path) -> Path:
+    """``$DSLAUNCH_RUNS``, else ``runs`` in ``cwd``."""
+    return Path(environ["DSLAUNCH_RUNS"]) if environ.get("DSLAUNCH_RUNS") else cwd / "runs"
+
+
+def cache_dir(environ: dict[str, str] | os._Environ[str]) -> Path:
+    """``$DSLAUNCH_CACHE``, else ``dslaunch`` in the XDG cache directory."""
+    if environ.get("DSLAUNCH_CACHE"):
+        return Path(environ["DSLAUNCH_CACHE"])
+    xdg = environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "dslaunch"
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """The step of a checkpoint directory named ``step-N``; None for any other name."""
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    return int(match.group(1)) if match else None
