@@ -4,6 +4,7 @@
     ├── ConfigError (2)           a run file, a flag, a template or data is wrong
     │   └── HostfileError (2)     a hostfile line is wrong
     ├── EnvironmentNotReady (3)   a package, port, disk or compiler is missing
+    ├── Diverged (76)             training cannot go on: the loss scale is at its minimum
     └── LaunchFailed (its own)    a rank failed; carries the first failing rank's code
 
 The message is one sentence that says what is wrong, the value and where
@@ -66,6 +67,12 @@ class EnvironmentNotReady(DslaunchError):
     """The machine lacks something the run needs."""
 
     exit_code = EXIT_NOT_READY
+
+
+class Diverged(DslaunchError):
+    """The numbers of the training are broken; going on would waste time."""
+
+    exit_code = EXIT_DIVERGED
 
 
 class LaunchFailed(DslaunchError):

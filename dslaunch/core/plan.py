@@ -113,7 +113,8 @@ class SchedulerPlan:
     """The learning rate over optimizer steps. Skipped steps do not advance it.
 
     Warm-up goes from ``warmup_steps`` or ``warmup_ratio`` of all steps; the
-    rate falls to ``min_lr_ratio`` x lr at the last step (linear, cosine).
+    rate falls towards ``min_lr_ratio`` x lr, which it would have in the step after
+    the last (linear, cosine), so that no step is taken at rate 0.
     """
 
     type: Literal["constant", "linear", "cosine"]

@@ -1,0 +1,1 @@
+"""LaunchPlan -> running ranks: a supervisor here, one node agent (a single file) on each host."""

@@ -1,0 +1,114 @@
+"""What the command line costs before it does anything: whole-process CPU seconds.
+
+    python benchmarks/cli.py [--runs 9] [--json]
+
+Rows are run in turn, round after round, so that a busy machine slows all of them
+alike; each figure is the median over the rounds of user + system time of the whole
+process, start of the interpreter and imports included. Commands that are not
+installed are named and left out. Exit code 1 where a limit is broken:
+`dslaunch --help` 0.12 s; `dslaunch gen-config` 2 x a process that only imports
+click, jinja2, pydantic and yaml, measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN_FILE = ROOT / "examples" / "quickstart.yaml"
+SCRIPTS = Path(sys.executable).parent
+
+HELP_LIMIT_S = 0.12
+GEN_CONFIG_LIMIT = 2.0  # times the imports alone
+
+HELP = "dslaunch --help"
+GEN_CONFIG = "dslaunch gen-config RUN.yaml"
+IMPORTS = "import click, jinja2, pydantic, yaml"
+FLAGS = ["--zero-stage", "2", "--num-gpus-per-node", "2", "--precision", "fp32", "--train-batch-size", "8"]
+
+
+def commands() -> dict[str, list[str]]:
+    """Row name -> argv, of everything that is installed."""
+    rows = {
+        "python -c pass": [sys.executable, "-c", "pass"],
+        HELP: [str(SCRIPTS / "dslaunch"), "--help"],
+        IMPORTS: [sys.executable, "-c", IMPORTS],
+        GEN_CONFIG: [str(SCRIPTS / "dslaunch"), "gen-config", str(RUN_FILE)],
+        "dslaunch gen-config (flags)": [str(SCRIPTS / "dslaunch"), "gen-config", *FLAGS, "--lr", "1e-4"],
+        "dslaunch plan RUN.yaml": [str(SCRIPTS / "dslaunch"), "plan", str(RUN_FILE)],
+    }
+    for name in ("deepspeed", "trl"):
+        program = shutil.which(name, path=f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', '')}")
+        if program:
+            rows[f"{name} --help"] = [program, "--help"]
+        else:
+            print(f"{name} is not installed: left out", file=sys.stderr)
+    return rows
+
+
+def cpu_seconds(argv: list[str]) -> float:
+    """User + system seconds of one whole process and its children. Raises where it fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
+        check=True,
+        timeout=300,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
+
+
+def measure(rows: dict[str, list[str]], runs: int) -> dict[str, list[float]]:
+    """``runs`` rounds over all rows, after one round that fills the file cache and is thrown away."""
+    for argv in rows.values():
+        cpu_seconds(argv)
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(runs):
+        for name, argv in rows.items():
+            seconds[name].append(cpu_seconds(argv))
+    return seconds
+
+
+def broken_limits(median: dict[str, float]) -> list[str]:
+    """The limits that these medians break, in words."""
+    broken = []
+    if median[HELP] > HELP_LIMIT_S:
+        broken.append(f"{HELP}: {median[HELP]:.3f} s, limit {HELP_LIMIT_S} s")
+    limit = GEN_CONFIG_LIMIT * median[IMPORTS]
+    if median[GEN_CONFIG] > limit:
+        broken.append(f"{GEN_CONFIG}: {median[GEN_CONFIG]:.3f} s, limit {limit:.3f} s (2 x the imports)")
+    return broken
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--runs", type=int, default=9, help="rounds (default 9)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    seconds = measure(commands(), options.runs)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    broken = broken_limits(median)
+    if options.json:
+        print(json.dumps({"schema_version": 1, "cpu_seconds": seconds, "median": median, "broken": broken}))
+    else:
+        print(f"{'CPU seconds of the whole process':<40} {'median':>8} {'least':>8} {'most':>8}")
+        for name, values in seconds.items():
+            print(f"{name:<40} {median[name]:8.3f} {min(values):8.3f} {max(values):8.3f}")
+        print("\n".join(f"OVER THE LIMIT  {line}" for line in broken) or "within the limits")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""``dslaunch export``: a checkpoint as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command("export")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="The directory to write. An existing one needs --force.",
+)
+@click.option("--merge", is_flag=True, help="Fold the adapter into its base and write a full model.")
+@click.option("--force", is_flag=True, help="Replace an earlier export in DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object about what was written.")
+def command(checkpoint: Path, output: Path, merge: bool, force: bool, as_json: bool) -> int:
+    """Write CHECKPOINT as a Hugging Face model or adapter directory.
+
+    CHECKPOINT is RUN_DIR/checkpoints/step-N, or RUN_DIR for its last one.
+    Plain transformers and peft load the result.
+    """
+    from dslaunch.train.quiet import quiet_libraries
+
+    quiet_libraries()
+    from dslaunch.train.export import export_checkpoint
+
+    report = export_checkpoint(checkpoint, output, merge=merge, force=force)
+    if as_json:
+        click.echo(json.dumps({"schema_version": 1, **dataclasses.asdict(report)}, indent=2))
+        return 0
+    click.echo(
+        f"wrote the {report.kind} of step {report.step} to {report.output} "
+        f"({report.num_parameters:,} parameters, {report.dtype})"
+    )
+    if report.kind == "adapter":
+        click.echo(f"its base is {report.base_model}; --merge writes a model that needs none", err=True)
+    if report.max_logit_drift is not None:
+        click.echo(f"merged and adapter model agree to {report.max_logit_drift:.2g} in the logits", err=True)
+    return 0

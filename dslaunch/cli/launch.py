@@ -1,0 +1,213 @@
+"""``dslaunch launch``: start the ranks of a run file, of a recorded plan, or of any command."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dslaunch.cli import options
+from dslaunch.cli.launch_request import LaunchRequest
+
+if TYPE_CHECKING:
+    from dslaunch.core.events import JsonlWriter
+    from dslaunch.core.plan import LaunchPlan
+    from dslaunch.launch.record import RecordedPlan
+    from dslaunch.launch.verdict import Outcome
+
+_COMMAND_KEY = "dslaunch.command"
+
+
+class _WithCommand(click.Command):
+    """Everything after a literal ``--`` is the command to run, taken as it is."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            cut = args.index("--")
+            ctx.meta[_COMMAND_KEY] = tuple(args[cut + 1 :])
+            args = args[:cut]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[RUN.yaml]", "[OPTIONS]", "[-- COMMAND ...]"]
+
+
+@click.command(cls=_WithCommand, name="launch")
+@click.argument("run_file", required=False, metavar="[RUN.yaml]")
+@click.option("--plan", "plan_file", metavar="FILE", help="A plan.json of a run directory, not a run file.")
+@options.set_option
+@options.cluster_options
+@options.master_options
+@click.option(
+    "--env", multiple=True, metavar="K=V | K", help="Set K for the ranks; K alone: pass it on, unrecorded."
+)
+@options.run_dir_option
+@options.resume_option
+@options.dry_run_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; rank 0's output on stderr.")
+@click.pass_context
+def command(ctx: click.Context, /, *, dry_run: bool, as_json: bool, **flags: object) -> int:
+    """Start local ranks and stay until all have ended; the exit code is the first failing rank's own.
+
+    \b
+    dslaunch launch RUN.yaml                                     train what the run file says
+    dslaunch launch --num-gpus-per-node 2 -- python train.py ... run any command, once per rank
+    dslaunch launch --plan RUN_DIR/plan.json                     run a recorded plan again
+    """
+    from dslaunch.cli.launch_request import resolve_request
+
+    request = LaunchRequest(command=ctx.meta.get(_COMMAND_KEY), **flags)  # type: ignore[arg-type]
+    _check_request(request)
+    plan = resolve_request(request)
+    if dry_run:
+        _show(plan, request, as_json)
+        return 0
+    return _run(plan, request, as_json)
+
+
+def _check_request(request: LaunchRequest) -> None:
+    given = [request.run_file is not None, request.plan_file is not None, request.command is not None]
+    if sum(given) != 1:
+        raise click.UsageError("give one of: a run file, --plan FILE, or `-- COMMAND ...`")
+    if request.run_file is None and request.set_:
+        raise click.UsageError("--set changes a run file, and there is none here")
+    hosts = (request.hostfile, request.include, request.exclude, request.num_nodes, request.gpu)
+    if request.run_file is None and any(value is not None for value in hosts):
+        raise click.UsageError("--hostfile, --include, --exclude, --num-nodes and --gpu go with a run file")
+    if request.num_gpus_per_node is not None and request.num_gpus_per_node < 1:
+        raise click.UsageError(f"--num-gpus-per-node {request.num_gpus_per_node}: at least 1")
+    if request.master_port is not None and not 0 < request.master_port < 65536:
+        raise click.UsageError(f"--master-port {request.master_port}: a port is 1 to 65535")
+    if request.plan_file is not None and request.num_gpus_per_node is not None:
+        raise click.UsageError("a recorded plan has its ranks already; leave --num-gpus-per-node out")
+
+
+# --- acting -----------------------------------------------------------------------------------------
+
+
+def _run(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> int:
+    from dslaunch.cli.launch_request import claim_run_dir, rank_plan
+    from dslaunch.launch.supervisor import check_ready, supervise
+
+    check_ready(plan.launch)
+    plan = claim_run_dir(plan, request)
+    out = sys.stderr.buffer if as_json else sys.stdout.buffer
+    with _recorded(plan) as events:
+        _announce(plan.launch)
+        outcome = supervise(rank_plan(plan, request), events=events, out=out, err=sys.stderr.buffer)
+    if as_json:
+        click.echo(json.dumps(_outcome_json(outcome, plan.launch)))
+    return outcome.exit_code
+
+
+@contextmanager
+def _recorded(plan: RecordedPlan) -> Iterator[JsonlWriter]:
+    """The run directory, with the plan in it, ours alone while this lasts; its events.jsonl."""
+    from pathlib import Path
+
+    from dslaunch.core.errors import EnvironmentNotReady
+    from dslaunch.core.events import JsonlWriter
+    from dslaunch.core.run_dir import RunDir
+    from dslaunch.launch.record import RunLock, write_run_files
+    from dslaunch.launch.script import render_launch_script
+
+    run_dir = RunDir(Path(plan.launch.run_dir))
+    try:
+        lock = RunLock(run_dir.path)
+        write_run_files(plan, render_launch_script(plan))
+        events = JsonlWriter(run_dir.events)
+    except OSError as error:
+        raise EnvironmentNotReady(
+            f"cannot write the run directory {run_dir.path}: {error.strerror}; nothing was started",
+            hint="free space there, or give another --run-dir",
+        ) from error
+    try:
+        yield events
+    finally:
+        events.close()
+        lock.close()
+
+
+def _announce(launch: LaunchPlan) -> None:
+    world_size = launch.topology.world_size
+    ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
+    hosts = ", ".join(host.name for host in launch.topology.hosts[:4])
+    _talk(f"run directory {launch.run_dir}")
+    _talk(f"starting {ranks} on {hosts}; each writes to logs/rank-N.log there")
+
+
+def _talk(text: str) -> None:
+    from dslaunch.launch.text import printable
+
+    click.echo(printable(text), err=True)
+
+
+def _outcome_json(outcome: Outcome, launch: LaunchPlan) -> dict[str, Any]:
+    first = outcome.first_failure
+    return {
+        "schema_version": 1,
+        "run_dir": launch.run_dir,
+        "exit_code": outcome.exit_code,
+        "cancelled_by_signal": outcome.cancelled_by,
+        "lost_host": outcome.lost_host,
+        "first_failure": first and {"rank": first.rank, "host": first.host, "code": first.code},
+        "ranks": [
+            {"rank": end.rank, "host": end.host, "code": end.code, "asked_to_stop": end.asked}
+            for end in outcome.ends
+        ],
+    }
+
+
+# --- showing ----------------------------------------------------------------------------------------
+
+
+def _show(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> None:
+    """What would be started: the very orders, with secrets and the port left open."""
+    from dslaunch.cli.launch_request import rank_plan
+    from dslaunch.core.plan import to_json
+    from dslaunch.launch.orders import build_orders, check_launch
+    from dslaunch.launch.text import utf8_environ
+
+    launch = rank_plan(plan, request)
+    environ = utf8_environ()
+    check_launch(launch, environ)
+    environ.update(dict.fromkeys(launch.secret_env, "(taken from the environment at start)"))
+    port = launch.master_port or "(a free port, found at start)"
+    hosts = [
+        build_orders(launch, node_rank, master_port=port, environ=environ)
+        for node_rank in range(launch.topology.num_nodes)
+    ]
+    if as_json:
+        click.echo(json.dumps({"schema_version": 1, "dry_run": True, "plan": to_json(plan), "hosts": hosts}))
+        return
+    click.echo(f"run directory {_quoted(launch.run_dir)}  (nothing is started or written)")
+    for orders in hosts:
+        _show_host(orders)
+
+
+def _show_host(orders: dict[str, Any]) -> None:
+    from dslaunch.core.command import shell_text
+
+    click.echo(f"\nhost {orders['host']}, in {_quoted(orders['cwd'])}, each rank runs\n")
+    click.echo(f"  {shell_text(orders['argv'])}\n\nwith, added to the environment,\n")
+    for name, value in orders["env"].items():
+        click.echo(f"  {name}={_quoted(value)}")
+    devices = orders["visible_devices"]
+    if devices:
+        click.echo(f"  {devices['variable']}={','.join(devices['slots'])}  (within those visible there)")
+    if "OMP_NUM_THREADS" not in {*orders["env"], *os.environ}:
+        click.echo(f"  OMP_NUM_THREADS=(cores there / {len(orders['ranks'])} ranks)")
+    for rank in orders["ranks"]:
+        click.echo(f"\nrank {rank['rank']}, log {_quoted(rank['log'])}")
+        click.echo("  " + " ".join(f"{name}={_quoted(value)}" for name, value in rank["env"].items()))
+
+
+def _quoted(word: str) -> str:
+    from dslaunch.core.command import quote
+
+    return quote(word)

@@ -1,0 +1,283 @@
+"""From what was typed after ``dslaunch launch`` to the plan that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from dslaunch.core.errors import ConfigError
+    from dslaunch.core.plan import LaunchPlan, RunPlan
+    from dslaunch.core.topology import Topology
+    from dslaunch.launch.record import CommandPlan, RecordedPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """The options of ``dslaunch launch``; ``command`` is what stood after ``--``."""
+
+    run_file: str | None
+    plan_file: str | None
+    command: tuple[str, ...] | None
+    set_: tuple[str, ...]
+    hostfile: str | None
+    include: str | None
+    exclude: str | None
+    num_nodes: int | None
+    num_gpus_per_node: int | None
+    gpu: str | None
+    master_addr: str | None
+    master_port: int | None
+    env: tuple[str, ...]
+    run_dir: str | None
+    resume: bool
+
+
+def resolve_request(request: LaunchRequest) -> RecordedPlan:
+    """The plan asked for: of a run file, recorded, or made around a command; flags beat it.
+
+    Raises ConfigError where it makes no sense or, with ``--resume``, is another
+    run than the recorded one. A secret given as ``--env NAME=VALUE`` goes to this
+    process' environment, from where it is passed on; the plan holds its name.
+    """
+    if request.command is not None:
+        plan: RecordedPlan = _resolve_command(request, request.command)
+    elif request.plan_file is not None:
+        plan = _resolve_recorded(request, Path(request.plan_file))
+    else:
+        plan = _resolve_run_file(request)
+    return dataclasses.replace(plan, launch=_with_flags(plan.launch, request))
+
+
+def claim_run_dir(plan: RecordedPlan, request: LaunchRequest) -> RecordedPlan:
+    """Make the plan's run directory; a default name that is taken gets a number."""
+    from dslaunch.core.run_dir import RunDir
+    from dslaunch.launch.record import move_plan
+
+    wanted = Path(plan.launch.run_dir)
+    if not request.resume and _is_default(wanted, plan.name):
+        # Two launches in the same second: the one that makes the directory has it.
+        wanted = _make_unused(wanted)
+        plan = move_plan(plan, wanted) if str(wanted) != plan.launch.run_dir else plan
+    RunDir(wanted).create(resume=request.resume)
+    return plan
+
+
+def rank_plan(plan: RecordedPlan, request: LaunchRequest) -> LaunchPlan:
+    """What the ranks of this very start run: our own worker is told to resume."""
+    from dslaunch.core.plan import RunPlan
+
+    if request.resume and isinstance(plan, RunPlan):
+        return dataclasses.replace(plan.launch, argv=(*plan.launch.argv, "--resume"))
+    return plan.launch
+
+
+def _resolve_run_file(request: LaunchRequest) -> RunPlan:
+    from dslaunch.cli.options import load_and_resolve
+    from dslaunch.core.plan import RunPlan
+    from dslaunch.launch.record import load_recorded_plan
+    from dslaunch.launch.resume import resolve_resumed
+
+    assert request.run_file is not None
+    asked = load_and_resolve(
+        request.run_file,
+        set_=request.set_,
+        hostfile=request.hostfile,
+        include=request.include,
+        exclude=request.exclude,
+        num_nodes=request.num_nodes,
+        num_gpus_per_node=request.num_gpus_per_node,
+        gpu=request.gpu,
+        master_addr=request.master_addr,
+        master_port=request.master_port,
+        run_dir=request.run_dir,
+    )
+    if not request.resume:
+        return asked
+    if request.run_dir is None and _is_default(Path(asked.launch.run_dir), asked.name):
+        raise _which_run(asked.name, Path(asked.launch.run_dir).parent)
+    recorded = load_recorded_plan(_recorded_path(asked.launch.run_dir))
+    if not isinstance(recorded, RunPlan):
+        raise _another_run(asked.launch.run_dir)
+    return resolve_resumed(recorded, asked)
+
+
+def _resolve_recorded(request: LaunchRequest, path: Path) -> RecordedPlan:
+    from dslaunch.launch.record import load_recorded_plan, move_plan
+
+    path = path.absolute()
+    plan = load_recorded_plan(path)
+    target = path.parent
+    if request.run_dir is not None:
+        target = Path(request.run_dir).absolute()
+    elif not request.resume:
+        target = _default_run_dir(plan.name, path.parent.parent)
+    # Also for --resume: the directory may have been moved since the plan was written.
+    return move_plan(plan, target)
+
+
+def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandPlan:
+    from dslaunch.core.command import check_argv
+    from dslaunch.core.plan import LaunchPlan
+    from dslaunch.launch.record import CommandPlan, load_recorded_plan
+    from dslaunch.launch.text import utf8
+
+    argv = tuple(utf8(word) for word in words)
+    check_argv(argv, "launch")
+    device_type, topology = _local_ranks(request.num_gpus_per_node)
+    name = _command_name(argv)
+    launch = LaunchPlan(
+        argv=argv,
+        topology=topology,
+        run_dir=utf8(str(_command_run_dir(request, name))),
+        cwd=utf8(os.getcwd()),
+        device_type=device_type,
+    )
+    if request.resume:
+        recorded = load_recorded_plan(_recorded_path(launch.run_dir))
+        if not isinstance(recorded, CommandPlan) or recorded.launch.argv != argv:
+            raise _another_run(launch.run_dir)
+    return CommandPlan(name=name, launch=launch)
+
+
+def _command_run_dir(request: LaunchRequest, name: str) -> Path:
+    from dslaunch.core.run_dir import runs_root
+
+    if request.run_dir is not None:
+        return Path(request.run_dir).absolute()
+    root = runs_root(os.environ, Path.cwd()).absolute()
+    if request.resume:
+        raise _which_run(name, root)
+    return _default_run_dir(name, root)
+
+
+def _local_ranks(num_ranks: int | None) -> tuple[Literal["cpu", "cuda"], Topology]:
+    """This machine's slots: its accelerators, or as many CPU ranks as are asked for."""
+    from dslaunch.core.devices import probe_inventory
+    from dslaunch.core.errors import ConfigError
+    from dslaunch.core.topology import Host, Topology, local_topology
+
+    ids = tuple(item.id for item in probe_inventory(os.environ).accelerators)
+    if not ids:
+        if num_ranks is None:
+            raise ConfigError(
+                "no accelerator found on this machine, so the number of ranks is not known",
+                hint="say it: --num-gpus-per-node 2 (it starts that many ranks on the CPU)",
+            )
+        return "cpu", local_topology(num_ranks)
+    if num_ranks is not None and num_ranks > len(ids):
+        raise ConfigError(
+            f"--num-gpus-per-node {num_ranks}: this machine shows {len(ids)} accelerators ({', '.join(ids)})",
+            hint=f"use {len(ids)} or fewer, or set DS_ACCELERATOR=cpu for ranks on the CPU",
+        )
+    return "cuda", Topology(hosts=(Host(name="localhost", slots=ids[:num_ranks]),))
+
+
+def _with_flags(launch: LaunchPlan, request: LaunchRequest) -> LaunchPlan:
+    from dslaunch.core.command import looks_secret
+    from dslaunch.core.errors import ConfigError
+    from dslaunch.launch.text import utf8
+
+    env = dict(launch.env)
+    secrets = list(launch.secret_env)
+    for item in request.env:
+        name, equals, value = utf8(item).partition("=")
+        if not name:
+            raise ConfigError(
+                f"--env {item!r}: write NAME=VALUE, or NAME to pass this environment's value on"
+            )
+        env.pop(name, None)
+        secrets = [other for other in secrets if other != name]
+        if equals and not looks_secret(name):
+            env[name] = value
+            continue
+        secrets.append(name)
+        if equals:
+            os.environb[_bytes(name)] = _bytes(value)
+    return dataclasses.replace(
+        launch,
+        env=env,
+        secret_env=tuple(secrets),
+        master_addr=request.master_addr or launch.master_addr,
+        master_port=request.master_port or launch.master_port,
+    )
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _command_name(argv: tuple[str, ...]) -> str:
+    script = next((word for word in argv if word.endswith((".py", ".sh"))), argv[0])
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script).stem).strip("-.") or "command"
+
+
+def _default_run_dir(name: str, root: Path) -> Path:
+    from dslaunch.core.run_dir import default_run_dir
+
+    return default_run_dir(name, runs_root=root, now=datetime.now(timezone.utc))
+
+
+def _is_default(run_dir: Path, name: str) -> bool:
+    return re.fullmatch(re.escape(name) + r"-\d{8}T\d{6}Z", run_dir.name) is not None
+
+
+def _which_run(name: str, root: Path) -> ConfigError:
+    """The error for ``--resume`` without a directory; it proposes the newest run of that name."""
+    from dslaunch.core.errors import ConfigError
+    from dslaunch.core.run_dir import RunDir
+
+    runs = sorted(
+        path for path in root.glob("*-*Z") if _is_default(path, name) and RunDir(path).plan.exists()
+    )
+    hint = (
+        f"--run-dir {runs[-1]} is the newest run of {name}"
+        if runs
+        else f"there is no run of {name} in {root}"
+    )
+    return ConfigError("--resume needs the run directory to go on in", hint=hint)
+
+
+def _make_unused(wanted: Path) -> Path:
+    from dslaunch.core.errors import EnvironmentNotReady
+
+    number = 1
+    while True:
+        candidate = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise EnvironmentNotReady(
+                f"cannot make the run directory {candidate}: {error.strerror}",
+                hint="give a --run-dir on a file system you can write to",
+            ) from error
+
+
+def _recorded_path(run_dir: str) -> Path:
+    from dslaunch.core.errors import ConfigError
+    from dslaunch.core.run_dir import RunDir
+
+    path = RunDir(Path(run_dir)).plan
+    if not path.exists():
+        raise ConfigError(
+            f"{run_dir} holds no run to resume: there is no plan.json in it",
+            hint="give the --run-dir of the run to go on with, or leave --resume out",
+        )
+    return path
+
+
+def _another_run(run_dir: str) -> ConfigError:
+    from dslaunch.core.errors import ConfigError
+
+    return ConfigError(
+        f"{run_dir} holds the run of another command; nothing was started",
+        hint="see its plan.json, or leave --resume out and give another --run-dir",
+    )

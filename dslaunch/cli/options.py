@@ -1,0 +1,176 @@
+"""Options shared by the verbs, and the way from a run file and flags to a plan."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from dslaunch.config.load import LoadedSpec, Override
+    from dslaunch.core.plan import RunPlan
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Flag's parameter name -> key of the run file that it sets.
+FLAG_KEYS: dict[str, tuple[str, ...]] = {
+    "hostfile": ("cluster", "hostfile"),
+    "include": ("cluster", "include"),
+    "exclude": ("cluster", "exclude"),
+    "num_nodes": ("cluster", "num_nodes"),
+    "num_gpus_per_node": ("cluster", "num_gpus_per_node"),
+    "gpu": ("cluster", "gpu"),
+    "master_addr": ("cluster", "master_addr"),
+    "master_port": ("cluster", "master_port"),
+    "model": ("model", "path"),
+    "precision": ("precision",),
+    "zero_stage": ("zero_optimization", "stage"),
+    "train_batch_size": ("train_batch_size",),
+    "train_micro_batch_size_per_gpu": ("train_micro_batch_size_per_gpu",),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("gradient_clipping",),
+    "lr": ("optimizer", "lr"),
+    "optimizer": ("optimizer", "type"),
+    "run_dir": ("output", "run_dir"),
+}
+
+set_option = click.option(
+    "--set", "set_", multiple=True, metavar="KEY=VALUE", help="Set a key of the run file (repeatable)."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+output_option = click.option(
+    "-o", "--output", default="-", metavar="FILE", help="Write to FILE in place of stdout (-)."
+)
+force_option = click.option("--force", is_flag=True, help="Let -o replace an existing file.")
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Print what would run; write and start nothing."
+)
+run_dir_option = click.option("--run-dir", metavar="DIR", help="Run directory.")
+resume_option = click.option("--resume", is_flag=True, help="Go on from the run directory's last checkpoint.")
+
+
+def cluster_options(function: F) -> F:
+    """--hostfile --include --exclude --num-nodes --num-gpus-per-node --gpu."""
+    options = [
+        click.option("--hostfile", metavar="FILE", help="DeepSpeed hostfile."),
+        click.option("--include", metavar="HOSTS", help="Hosts and slots to use: a@b:0,2."),
+        click.option("--exclude", metavar="HOSTS", help="Hosts and slots to leave out: a@b:0,2."),
+        click.option("--num-nodes", type=int, metavar="N", help="Number of nodes."),
+        click.option("--num-gpus-per-node", type=int, metavar="N", help="Ranks on each node (CPUs too)."),
+        click.option(
+            "--gpu", metavar="NAME", help="Device of the nodes: a100, v100, cpu, ...; commas join several."
+        ),
+    ]
+    return _apply(options, function)
+
+
+def master_options(function: F) -> F:
+    """--master-addr --master-port."""
+    options = [
+        click.option("--master-addr", metavar="ADDR", help="Address on which the ranks meet."),
+        click.option(
+            "--master-port", type=int, metavar="PORT", help="Port on which they meet (default: free)."
+        ),
+    ]
+    return _apply(options, function)
+
+
+def flag_overrides(flags: Mapping[str, Any]) -> list[Override]:
+    """The flags that were given, as values of the run file's keys. None means not given."""
+    from dslaunch.config.load import Override
+
+    found = []
+    for name, value in flags.items():
+        if value is None or value == ():
+            continue
+        if name == "gpu":
+            value = tuple(part.strip() for part in value.split(","))
+        found.append(Override(FLAG_KEYS[name], value, "--" + name.replace("_", "-")))
+    return found
+
+
+def load_and_resolve(
+    run_file: str, *, set_: tuple[str, ...] = (), run_dir: str | None = None, **flags: Any
+) -> RunPlan:
+    """Read a run file (``-``: stdin), apply ``--set`` and flags, and resolve it for this machine.
+
+    ``flags`` are named as in FLAG_KEYS. Notes go to stderr. Writes nothing.
+    Raises ConfigError(s) with file, line and key path.
+    """
+    from dslaunch.config.facts import probe_facts
+    from dslaunch.config.resolve import resolve
+
+    loaded = load_run_spec(run_file, set_, {**flags, "run_dir": run_dir})
+    cwd = Path.cwd()
+    name = loaded.spec.name or _default_name(run_file)
+    facts = probe_facts(loaded, cwd=cwd, environ=os.environ)
+    where = facts.paths.get("output.run_dir")
+    directory = Path(where.absolute) if where else _new_run_dir(name, cwd)
+    plan, notes = resolve(
+        loaded, facts=facts, run_dir=directory, cwd=cwd, python=sys.executable, default_name=name
+    )
+    show_notes(notes)
+    return plan
+
+
+def load_run_spec(run_file: str, set_: tuple[str, ...], flags: Mapping[str, Any]) -> LoadedSpec[Any]:
+    """Read and check a run file (``-``: stdin) with ``--set`` and flags applied."""
+    from dslaunch.config.load import decode, load_run_file
+
+    overrides = flag_overrides(flags)
+    if run_file != "-":
+        return load_run_file(Path(run_file), set_, overrides)
+    text = decode(sys.stdin.buffer.read(), "<stdin>")
+    return load_run_file(Path("<stdin>"), set_, overrides, text=text)
+
+
+def show_notes(notes: tuple[str, ...]) -> None:
+    """Print notes to stderr, one a line."""
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+
+
+def write_output(text: str, output: str, *, force: bool) -> None:
+    """Write ``text`` to a file, or to stdout for ``-``. An existing file needs ``force``.
+
+    Raises ConfigError where it exists, EnvironmentNotReady where it cannot be written.
+    """
+    from dslaunch.core.atomic import write_text
+    from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+
+    if output == "-":
+        click.echo(text, nl=False)
+        return
+    path = Path(output)
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists already; nothing was written", hint="add --force to replace it")
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise EnvironmentNotReady(f"cannot write {path}: {error.strerror}") from None
+
+
+def _default_name(run_file: str) -> str:
+    import re
+
+    stem = "run" if run_file == "-" else Path(run_file).stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-") or "run"
+
+
+def _new_run_dir(name: str, cwd: Path) -> Path:
+    from datetime import datetime, timezone
+
+    from dslaunch.core.run_dir import default_run_dir, runs_root
+
+    root = Path(os.path.abspath(runs_root(os.environ, cwd)))
+    return default_run_dir(name, runs_root=root, now=datetime.now(timezone.utc))
+
+
+def _apply(options: list[Any], function: F) -> F:
+    for option in reversed(options):
+        function = option(function)
+    return function

@@ -1,0 +1,76 @@
+"""dslaunch plan: every resolved value with its reason and source."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dslaunch.cli import options
+
+if TYPE_CHECKING:
+    from dslaunch.core.plan import RunPlan
+
+SCHEMA_VERSION = 1
+
+
+@click.command("plan", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run_file", metavar="RUN.yaml")
+@options.cluster_options
+@options.master_options
+@options.set_option
+@options.run_dir_option
+@options.json_option
+def command(run_file: str, set_: tuple[str, ...], run_dir: str | None, as_json: bool, **flags: Any) -> None:
+    """Show every resolved value of RUN.yaml (-: stdin), why it is so and where it was written."""
+    plan = options.load_and_resolve(run_file, set_=set_, run_dir=run_dir, **flags)
+    if as_json:
+        click.echo(json.dumps(plan_report(plan), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        click.echo("\n".join(plan_lines(plan)))
+
+
+def plan_report(plan: RunPlan) -> dict[str, Any]:
+    """The object that ``--json`` prints."""
+    from dslaunch.core.plan import to_json
+
+    batch = to_json(plan.batch)
+    world_size = batch.pop("world_size")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "world_size": world_size,
+        "precision": {"value": plan.precision, "reason": plan.origins["precision"].reason},
+        "zero_stage": plan.zero_stage,
+        "batch": batch,
+        "plan": to_json(plan),
+    }
+
+
+def plan_lines(plan: RunPlan) -> list[str]:
+    """One line a value: key, value, reason, source."""
+    from dslaunch.config.origins import plan_values
+
+    lines = []
+    for key, value in plan_values(plan):
+        origin = plan.origins[key]
+        why = origin.source if origin.reason == "as written" else f"{origin.reason}"
+        if origin.source not in ("default", "derived") and origin.reason != "as written":
+            why += f" ({origin.source})"
+        lines.append(f"{key:<40} {_shown(value):<24}  {why}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    import dataclasses
+
+    if value is None:
+        return "-"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hosts = getattr(value, "hosts", ())
+        return ", ".join(f"{h.name} slots {','.join(h.slots)}" for h in hosts)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return str(value)

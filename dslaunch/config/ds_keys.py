@@ -1,0 +1,17 @@
+"""The top-level keys that DeepSpeed 0.19.8 reads. It ignores any other without a word."""
+
+from __future__ import annotations
+
+_NAMES = """
+activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
+compile csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather
+disable_python_gc dump_state expert_parallel flops_profiler fp16 gradient_accumulation_steps
+gradient_allreduce_op gradient_clipping gradient_predivide_factor hybrid_engine log_level
+managed_gradient_accumulation memory_breakdown optimizer pipeline prescale_gradients scheduler
+seq_parallel_communication_data_type sequence_parallel_size steps_per_print tensor_parallel tensorboard
+timers torch_autocast train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism
+vocabulary_size wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer
+zero_force_ds_cpu_optimizer zero_optimization
+"""
+
+TOP_LEVEL_KEYS = frozenset(_NAMES.split())

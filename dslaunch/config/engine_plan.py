@@ -1,0 +1,138 @@
+"""EnginePlan: what the DeepSpeed JSON says, resolved. Part of the way to a RunPlan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dslaunch.config.facts import Facts
+from dslaunch.config.hosts import ResolvedHosts, resolve_hosts
+from dslaunch.config.optimizer import resolve_optimizer
+from dslaunch.config.precision import resolve_precision
+from dslaunch.config.report import Report
+from dslaunch.config.spec_engine import EngineSpec
+from dslaunch.config.zero import resolve_zero
+from dslaunch.core.batch_size import ACCUMULATION, MICRO, TRAIN, solve_batch_sizes
+from dslaunch.core.plan import BatchPlan, Fp16Plan, OptimizerPlan, Precision
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Everything that goes into the DeepSpeed JSON. ``zero_options`` is the block without ``stage``."""
+
+    precision: Precision
+    fp16: Fp16Plan | None
+    grad_accum_dtype: str | None
+    zero_stage: Literal[0, 1, 2, 3]
+    zero_options: Mapping[str, Any]
+    gradient_clipping: float
+    optimizer: OptimizerPlan
+    zero_allow_untested_optimizer: bool
+    batch: BatchPlan
+
+    def context(self) -> dict[str, Any]:
+        """The names that a template may use."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+def resolve_engine(report: Report, facts: Facts) -> tuple[EnginePlan, ResolvedHosts] | None:
+    """The engine plan of ``report.loaded`` and the hosts it is for.
+
+    Returns None where a problem that went to ``report`` makes it impossible.
+    """
+    spec: EngineSpec = report.loaded.spec
+    hosts = None
+    with report.catching("cluster"):
+        hosts = resolve_hosts(spec.cluster, facts)
+    zero_options = resolve_zero(spec.zero_optimization, facts, report)
+    adapter = getattr(spec, "adapter", None) is not None
+    chosen = resolve_optimizer(
+        spec.optimizer,
+        device_type=hosts.device_type if hosts else "cuda",
+        zero_stage=spec.zero_optimization.stage,
+        adapter=adapter,
+        report=report,
+    )
+    if hosts is None:
+        return None
+    report.reason("launch.topology", hosts.topology_reason)
+    report.reason("launch.device_type", hosts.device_reason)
+    batch = _resolve_batch(spec, hosts, report)
+    precision = _resolve_precision(spec, hosts, facts, report)
+    if batch is None or precision is None:
+        return None
+    engine = EnginePlan(
+        precision=precision,
+        fp16=_fp16(spec, precision, report),
+        grad_accum_dtype=_grad_accum_dtype(spec, precision, batch),
+        zero_stage=spec.zero_optimization.stage,
+        zero_options=zero_options,
+        gradient_clipping=spec.gradient_clipping,
+        optimizer=chosen.plan,
+        zero_allow_untested_optimizer=chosen.allow_untested,
+        batch=batch,
+    )
+    return engine, hosts
+
+
+def _resolve_batch(spec: EngineSpec, hosts: ResolvedHosts, report: Report) -> BatchPlan | None:
+    key = next((key for key in (TRAIN, MICRO, ACCUMULATION) if report.given(key)), "")
+    with report.catching(key):
+        solution = solve_batch_sizes(
+            train_batch_size=spec.train_batch_size,
+            train_micro_batch_size_per_gpu=spec.train_micro_batch_size_per_gpu,
+            gradient_accumulation_steps=spec.gradient_accumulation_steps,
+            world_size=hosts.topology.world_size,
+        )
+        for name, reason in solution.reasons.items():
+            report.reason(f"batch.{name}", reason)
+        report.reason("batch.world_size", hosts.topology_reason)
+        if MICRO in solution.reasons and ACCUMULATION in solution.reasons:
+            micro, steps = (
+                solution.batch.train_micro_batch_size_per_gpu,
+                solution.batch.gradient_accumulation_steps,
+            )
+            report.note(f"{MICRO} {micro} ({solution.reasons[MICRO]}), {ACCUMULATION} {steps}")
+        return solution.batch
+    return None
+
+
+def _resolve_precision(
+    spec: EngineSpec, hosts: ResolvedHosts, facts: Facts, report: Report
+) -> Precision | None:
+    with report.catching("precision"):
+        chosen = resolve_precision(spec.precision, hosts.devices)
+        if spec.precision == "auto":
+            report.reason("precision", chosen.reason)
+            report.note(f"precision {chosen.value}: {chosen.reason}")
+        for note in chosen.notes:
+            report.note(note)
+        if chosen.value == "fp16" and facts.model_dtype == "bfloat16":
+            report.note("the model's weights are bfloat16: fp16 has a smaller range, watch the loss scale")
+        return chosen.value
+    return None
+
+
+def _fp16(spec: EngineSpec, precision: Precision, report: Report) -> Fp16Plan | None:
+    if precision != "fp16":
+        report.reason("fp16", f"not used with precision {precision}")
+        if report.given("fp16"):
+            report.note(f"{report.loaded.where('fp16')}fp16 is not used: precision is {precision}")
+        return None
+    if spec.zero_optimization.stage == 0:
+        report.note(
+            "fp16 at ZeRO stage 0: DeepSpeed 0.19.8 itself does not scale the loss there;"
+            " in a training script of your own use stage 1, which computes the same"
+        )
+    return Fp16Plan(**spec.fp16.model_dump())
+
+
+def _grad_accum_dtype(spec: EngineSpec, precision: Precision, batch: BatchPlan) -> str | None:
+    """bf16 has 8 bits of mantissa: sums of several micro-batches are kept in fp32.
+
+    DeepSpeed raises NotImplementedError for it at stage 0.
+    """
+    several = batch.gradient_accumulation_steps > 1
+    return "fp32" if precision == "bf16" and several and spec.zero_optimization.stage > 0 else None

@@ -1,0 +1,258 @@
+"""Run file and flags -> LoadedSpec: parsed, every key checked, all problems at once."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from dslaunch.config.problems import explain_errors, repair_numbers
+from dslaunch.config.spec import RunSpec
+from dslaunch.config.spec_engine import EngineSpec
+from dslaunch.config.yaml_tree import KeyPath, Mark, Tree, key_text, parse_value, parse_yaml
+from dslaunch.core.errors import ConfigError, ConfigErrors
+
+S = TypeVar("S", bound=EngineSpec)
+
+_PART = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+
+
+@dataclass(frozen=True)
+class Override:
+    """A value from the command line: ``source`` is ``--set`` or the flag's own name."""
+
+    path: KeyPath
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class LoadedSpec(Generic[S]):
+    """A valid spec, with where each key was written and notes for the user.
+
+    ``positions`` maps a key path (``optimizer.lr``) to ``FILE:LINE`` or a flag;
+    a key that is not in it has its default. ``lines`` gives the order in the file.
+    """
+
+    spec: S
+    positions: dict[str, str]
+    lines: dict[str, int]
+    notes: tuple[str, ...] = ()
+    base_dir: Path = field(default_factory=Path)
+
+    def where(self, key: str) -> str:
+        """``run.yaml:7: `` for the start of a message; empty where only defaults apply."""
+        written = self._written(key)
+        return f"{self.positions[written]}: " if written else ""
+
+    def line(self, key: str) -> int:
+        """The line of the file that ``key`` (or its section) stands in; 0 for flags and defaults."""
+        written = self._written(key)
+        return self.lines[written] if written else 0
+
+    def _written(self, key: str) -> str:
+        while key and key not in self.positions:
+            key = re.sub(r"(\.|^)[^.\[\]]*$|\[\d+\]$", "", key)
+        return key
+
+
+def load_run_file(
+    path: Path, overrides: Sequence[str] = (), flags: Sequence[Override] = (), text: str | None = None
+) -> LoadedSpec[RunSpec]:
+    """Read and check a run file.
+
+    ``overrides`` are ``key=value`` texts of ``--set``, ``flags`` values of other
+    flags; both win over the file. ``text`` is the content where it does not come
+    from ``path`` (stdin). Raises ConfigError(s) with file, line and key path.
+    """
+    tree = parse_yaml(_read(path) if text is None else text, str(path))
+    base_dir = path.resolve().parent if text is None else Path.cwd()
+    return _load(RunSpec, tree, overrides, flags, base_dir)
+
+
+def load_flags(overrides: Sequence[str] = (), flags: Sequence[Override] = ()) -> LoadedSpec[EngineSpec]:
+    """A spec from the command line alone, for the DeepSpeed JSON of someone's own script."""
+    return _load(EngineSpec, Tree(), overrides, flags, Path.cwd())
+
+
+def parse_override(text: str) -> tuple[KeyPath, Tree]:
+    """``a.b[0].c=value`` -> key path and value. Raises ConfigError where it has another form."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    parts = tuple(name if name else int(index) for name, index in _PART.findall(key))
+    if not equals or not parts or key_text(parts) != key:
+        raise ConfigError(
+            f"--set {text!r} is not of the form key=value",
+            hint="write for example --set optimizer.lr=1e-4",
+        )
+    return parts, parse_value(value, "--set", parts)
+
+
+def _read(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"run file not found: {path} (in {Path.cwd()})", hint=_nearest_file(path)) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read run file {path}: {error.strerror}") from None
+    return decode(data, str(path))
+
+
+def decode(data: bytes, name: str) -> str:
+    """Bytes of a run file -> text; a BOM is dropped. Raises ConfigError where it is not UTF-8."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{name}:{line}: not UTF-8 text", hint="save the file as UTF-8") from None
+
+
+def _nearest_file(path: Path) -> str | None:
+    import difflib
+
+    parent = path.parent
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    names = [str(p) for p in parent.glob("*")] + [str(p) for p in parent.glob(f"*/{path.name}")]
+    near = difflib.get_close_matches(str(path), names, n=1)
+    return f"did you mean {near[0]}?" if near else None
+
+
+def _load(
+    kind: type[S], tree: Tree, overrides: Sequence[str], flags: Sequence[Override], base_dir: Path
+) -> LoadedSpec[S]:
+    for text in overrides:
+        path, parsed = parse_override(text)
+        tree.problems += parsed.problems
+        _put(tree, path, parsed.value[""], parsed.marks)
+    for flag in flags:
+        _put(tree, flag.path, flag.value, {flag.path: Mark(flag.source, str(flag.value), True)})
+    _drop_extensions(tree)
+    _prefer_flags(tree)
+    spec, notes = _validate(kind, tree)
+    if tree.problems:
+        raise ConfigErrors([error for _, error in sorted(tree.problems, key=lambda item: item[0])])
+    assert spec is not None
+    positions = {key_text(path): mark.source for path, mark in tree.marks.items()}
+    lines = {key_text(path): mark.line for path, mark in tree.marks.items()}
+    return LoadedSpec(spec, positions, lines, tuple(notes), base_dir)
+
+
+@contextmanager
+def _without_plugins() -> Iterator[None]:
+    """Build a spec without pydantic's search for plugins in every installed package.
+
+    The search takes a tenth of a whole command, and nobody hooks into our spec.
+    pydantic's own switch for it (PYDANTIC_DISABLE_PLUGINS) comes after the slow
+    import, so the module that searches is stood in for while the spec is built.
+    """
+    name = "pydantic.plugin._loader"
+    if name in sys.modules:
+        yield
+        return
+    stand_in = types.ModuleType(name)
+    stand_in.__dict__["get_plugins"] = lambda: ()
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+def _validate(kind: type[S], tree: Tree) -> tuple[S | None, list[str]]:
+    notes = repair_numbers_in_free_text(tree)
+    try:
+        with _without_plugins():
+            kind.model_rebuild()
+    except (ImportError, AttributeError):  # another pydantic: its slow way works as well
+        kind.model_rebuild(force=True)
+    for attempt in (1, 2):
+        try:
+            return kind.model_validate(tree.value), notes
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_context=True)
+            if attempt == 1:
+                repaired, more = repair_numbers(tree, found)
+                notes += more
+                if repaired:
+                    continue
+            tree.problems += explain_errors(kind, tree, found)
+            return None, notes
+    return None, notes
+
+
+def repair_numbers_in_free_text(tree: Tree) -> list[str]:
+    """Turn unquoted ``1e-5`` under ``deepspeed:`` (where any type goes) into numbers."""
+    from dslaunch.config.problems import set_value, to_number
+
+    notes = []
+    for path, mark in list(tree.marks.items()):
+        if path[0] != "deepspeed" or mark.quoted or not mark.text:
+            continue
+        number = to_number(mark.text, whole=None)
+        if number is not None and isinstance(_get(tree.value, path), str):
+            set_value(tree, path, number)
+            notes.append(f"{mark.source}: {key_text(path)}: read {mark.text} as the number {number}")
+    return notes
+
+
+def _get(value: Any, path: Iterable[str | int]) -> Any:
+    for part in path:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def _put(tree: Tree, path: KeyPath, value: Any, marks: dict[KeyPath, Mark]) -> None:
+    """Set a value, making the mappings above it. A string that stands for a mapping's path becomes one."""
+    source = next(iter(marks.values())).source if marks else "--set"
+    tree.value = _with(tree.value, path, value, source)
+    for old in [p for p in tree.marks if p[: len(path)] == path]:
+        del tree.marks[old]
+    tree.marks.update(marks)
+
+
+def _with(container: Any, path: KeyPath, value: Any, source: str) -> Any:
+    if not path:
+        return value
+    head, rest = path[0], path[1:]
+    if isinstance(head, int):
+        items = list(container) if isinstance(container, tuple) else []
+        if head >= len(items):
+            raise ConfigError(f"{source}: there is no entry [{head}]: the list has {len(items)}")
+        items[head] = _with(items[head], rest, value, source)
+        return tuple(items)
+    if isinstance(container, str):
+        container = {"path": container}
+    mapping = dict(container) if isinstance(container, dict) else {}
+    mapping[head] = _with(mapping.get(head), rest, value, source)
+    return mapping
+
+
+def _drop_extensions(tree: Tree) -> None:
+    """Top-level keys that begin with ``x-`` are the user's own (anchors, remarks)."""
+    for key in [k for k in tree.value if k.startswith("x-")]:
+        del tree.value[key]
+        for path in [p for p in tree.marks if p[0] == key]:
+            del tree.marks[path]
+
+
+def _prefer_flags(tree: Tree) -> None:
+    """``--set max_steps=10`` over a file with num_train_epochs (or the reverse) replaces it."""
+    pair = ("num_train_epochs", "max_steps")
+    given = [key for key in pair if tree.value.get(key) is not None]
+    if len(given) < 2:
+        return
+    from_file = [key for key in given if tree.marks[(key,)].line > 0]
+    if len(from_file) == 1:
+        del tree.value[from_file[0]]
+        del tree.marks[(from_file[0],)]

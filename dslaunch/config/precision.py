@@ -1,0 +1,76 @@
+"""Which precision a run computes in, chosen for the weakest device of all its hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dslaunch.core.devices import CPU_NAME, Device
+from dslaunch.core.errors import ConfigError
+from dslaunch.core.plan import Precision
+
+
+@dataclass(frozen=True)
+class ChosenPrecision:
+    """The precision, why, and what to warn of."""
+
+    value: Precision
+    reason: str
+    notes: tuple[str, ...] = ()
+
+
+def resolve_precision(asked: str, devices: Sequence[Device] | None) -> ChosenPrecision:
+    """``asked``: auto, bf16, fp16 or fp32. ``devices``: every kind in the run; None: unknown.
+
+    Raises ConfigError for ``auto`` without devices, and for fp16 on a CPU that
+    has no instructions for it (torch would emulate it).
+    """
+    if asked == "auto":
+        if devices is None:
+            raise ConfigError(
+                "precision auto: the devices of the other hosts are not known here",
+                hint="name them with --gpu (cluster.gpu), such as --gpu a100, or set precision",
+            )
+        return _choose(devices)
+    notes = tuple(note for device in devices or () for note in _check(asked, device))
+    value: Precision = "bf16" if asked == "bf16" else "fp16" if asked == "fp16" else "fp32"
+    return ChosenPrecision(value, "as asked for", tuple(dict.fromkeys(notes)))
+
+
+def _choose(devices: Sequence[Device]) -> ChosenPrecision:
+    names = ", ".join(dict.fromkeys(str(device) for device in devices))
+    if unknown := [device for device in devices if "unknown" in (device.bf16, device.fp16)]:
+        raise ConfigError(
+            f"precision auto: {unknown[0]} is not in the device table",
+            hint="set precision, or name a device like it with --gpu (cluster.gpu), such as sm_80",
+        )
+    if all(device.name == CPU_NAME for device in devices):
+        if all(device.bf16 == "yes" for device in devices):
+            return ChosenPrecision("bf16", "the CPU computes in bf16 (AVX512-BF16 or AMX)")
+        return ChosenPrecision(
+            "fp32", "the CPU has neither AVX512-BF16 nor AMX-BF16: bf16 would be emulated and slow"
+        )
+    weak_bf16 = [device for device in devices if device.bf16 != "yes"]
+    if not weak_bf16:
+        return ChosenPrecision("bf16", f"every device computes in bf16: {names}")
+    weak = str(weak_bf16[0])
+    if all(device.fp16 == "yes" for device in devices):
+        return ChosenPrecision("fp16", f"{weak} does not compute in bf16; every device does in fp16: {names}")
+    weak = str(next(device for device in devices if device.fp16 != "yes"))
+    return ChosenPrecision("fp32", f"{weak} computes well in neither bf16 nor fp16")
+
+
+def _check(asked: str, device: Device) -> list[str]:
+    if asked == "fp16" and device.name == CPU_NAME and device.fp16 != "yes":
+        raise ConfigError(
+            "precision fp16: this CPU has neither AVX512-FP16 nor AMX-FP16, so DeepSpeed refuses it",
+            hint=f"use precision {'bf16' if device.bf16 == 'yes' else 'fp32'}, or auto",
+        )
+    support = {"bf16": device.bf16, "fp16": device.fp16}.get(asked, "yes")
+    if asked == "fp16" and support == "slow":
+        return [
+            f"fp16 on {device}: no tensor cores, and DeepSpeed refuses it unless DS_ALLOW_DEPRECATED_FP16=1"
+        ]
+    if support in ("slow", "no"):
+        return [f"{asked} on {device} is emulated and slow; precision auto chooses otherwise"]
+    return []

@@ -1,0 +1,316 @@
+"""pydantic's errors -> sentences with file, line and key path; text that is a number -> the number."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from dslaunch.config.yaml_tree import KeyPath, Mark, Tree, key_text
+from dslaunch.core.errors import ConfigError
+
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?")
+
+# What users know from other tools -> the name here. Only where the nearest spelling would not find it.
+_SYNONYMS = {
+    "learning_rate": "optimizer.lr",
+    "lr": "optimizer.lr",
+    "optimizer.params.lr": "optimizer.lr",
+    "max_grad_norm": "gradient_clipping",
+    "grad_clip": "gradient_clipping",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "batch_size": "train_batch_size",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "warmup_ratio": "scheduler.warmup_ratio",
+    "warmup_steps": "scheduler.warmup_steps",
+    "lr_scheduler_type": "scheduler.type",
+    "bf16": "precision",
+    "dtype": "precision",
+    "model_name_or_path": "model.path",
+    "max_seq_length": "data.max_length",
+    "max_length": "data.max_length",
+    "packing": "data.packing",
+    "lora": "adapter",
+    "dataset": "data.train",
+    "output_dir": "output.run_dir",
+    "zero_stage": "zero_optimization.stage",
+    "weight_decay": "optimizer.params.weight_decay",
+    "optimizer.weight_decay": "optimizer.params.weight_decay",
+    "optimizer.betas": "optimizer.params.betas",
+    "optimizer.eps": "optimizer.params.eps",
+    "num_gpus": "cluster.num_gpus_per_node",
+    "fp16.enabled": "precision",
+    "adapter.alpha": "adapter.lora_alpha",
+    "adapter.dropout": "adapter.lora_dropout",
+    "adapter.rank": "adapter.r",
+}
+
+
+def to_number(text: str, *, whole: bool | None) -> int | float | None:
+    """The number that plain text like ``1e-5`` or ``5e8`` means, or None.
+
+    ``whole``: True wants an int, False a float, None whichever the text is. A
+    text with an exponent and a whole value (``5e8``) is an int.
+    """
+    if not _NUMBER.fullmatch(text):
+        return None
+    clean = text.replace("_", "")
+    if re.match(r"[-+]?0\d", clean):  # 010: octal to YAML, ten to people
+        return None
+    try:
+        number = float(clean)
+    except ValueError:
+        return None
+    exact = abs(number) < 2**53 and number == int(number) if abs(number) != float("inf") else False
+    if whole is False:
+        return number
+    if exact and ("e" in clean.lower() or re.fullmatch(r"[-+]?\d+", clean)):
+        return int(number)
+    return None if whole else number
+
+
+def repair_numbers(tree: Tree, errors: Sequence[Any]) -> tuple[bool, list[str]]:
+    """Replace unquoted text that YAML did not read as the number it is.
+
+    Returns whether anything was replaced, and a note for each in a file (on the
+    command line nobody expects YAML's rules, so there is nothing to say).
+    """
+    repaired, notes = False, []
+    for error in errors:
+        if error["type"] not in ("int_type", "float_type"):
+            continue
+        path = _written_path(tree, error["loc"])
+        mark = tree.marks.get(path)
+        if mark is None or mark.quoted or isinstance(error["input"], bool) or error["input"] is None:
+            continue
+        number = to_number(mark.text, whole=error["type"] == "int_type")
+        if number is None:
+            continue
+        set_value(tree, path, number)
+        repaired = True
+        if mark.line and isinstance(error["input"], str):
+            notes.append(f"{mark.source}: {key_text(path)}: read {mark.text} as the number {number}")
+    return repaired, notes
+
+
+def set_value(tree: Tree, path: KeyPath, value: Any) -> None:
+    """Replace the value at an existing path (tuples are copied on the way)."""
+
+    def replaced(container: Any, rest: KeyPath) -> Any:
+        if not rest:
+            return value
+        if isinstance(container, tuple):
+            index = rest[0]
+            return tuple(replaced(v, rest[1:]) if i == index else v for i, v in enumerate(container))
+        return {k: replaced(v, rest[1:]) if k == rest[0] else v for k, v in container.items()}
+
+    tree.value = replaced(tree.value, path)
+
+
+def explain_errors(kind: type[BaseModel], tree: Tree, errors: Sequence[Any]) -> list[tuple[int, ConfigError]]:
+    """One ConfigError for each key that is wrong, with its line for sorting."""
+    by_path: dict[KeyPath, list[Any]] = {}
+    for error in errors:
+        if error["type"] == "too_short" and error["input"]:
+            continue  # entries that are wrong themselves are not counted: reported on their own
+        path = _written_path(tree, error["loc"], missing=error["type"] == "missing")
+        by_path.setdefault(path, []).append(error)
+    problems = []
+    for path, group in by_path.items():
+        mark = nearest_mark(tree, path)
+        message, hint = _sentence(kind, path, group, tree.marks.get(path))
+        prefix = f"{mark.source}: " if mark else ""
+        problems.append((mark.line if mark else 0, ConfigError(f"{prefix}{message}", hint=hint)))
+    return problems
+
+
+def nearest_mark(tree: Tree, path: KeyPath) -> Mark | None:
+    """The mark of a key path, or of the closest section above it that was written."""
+    while path:
+        if path in tree.marks:
+            return tree.marks[path]
+        path = path[:-1]
+    return None
+
+
+def _written_path(tree: Tree, loc: Sequence[str | int], *, missing: bool = False) -> KeyPath:
+    """pydantic's ``loc`` without what the user did not write: union branches, list wrappers."""
+    path: list[str | int] = []
+    value: Any = tree.value
+    for part in loc[:-1] if missing else loc:
+        if _has(value, part):
+            value = value[part]
+            path.append(part)
+        elif part not in (0, "path"):  # these two: a string or mapping that stands for a list of one
+            break
+    return (*path, loc[-1]) if missing else tuple(path)
+
+
+def _has(container: Any, part: str | int) -> bool:
+    if isinstance(container, tuple):
+        return isinstance(part, int) and part < len(container)
+    return isinstance(container, Mapping) and part in container
+
+
+def _sentence(
+    kind: type[BaseModel], path: KeyPath, errors: Sequence[Any], mark: Mark | None
+) -> tuple[str, str | None]:
+    first, key = errors[0], key_text(path)
+    if first["type"] == "extra_forbidden":
+        return _unknown_key(kind, path)
+    if first["type"] == "missing":
+        return f"{key} is missing", f"add {key}: ..."
+    wanted = " or ".join(dict.fromkeys(_wanted(error) for error in errors))
+    shown = _shown(first["input"], mark)
+    if mark is not None and (trap := _yaml_trap(first["input"], mark, wanted, key)):
+        return trap
+    hint = _rounding_hint(key, first) or _literal_hint(first)
+    return f"{key}: {shown} is not {wanted}", hint
+
+
+def _yaml_trap(value: Any, mark: Mark, wanted: str, key: str) -> tuple[str, str] | None:
+    last = re.sub(r"^.*\.", "", key)
+    if isinstance(value, bool) and not mark.quoted and mark.text:
+        truth = "true" if value else "false"
+        if "text" in wanted or mark.text.lower() not in ("true", "false"):
+            hint = f'write {last}: "{mark.text}"' if "text" in wanted else f"write {wanted}"
+            return f"{key}: YAML reads {mark.text} as {truth}, where {wanted} is meant", hint
+    if isinstance(value, str) and mark.quoted and mark.line and (meant := _unquoted(value, wanted)):
+        message = f'{key}: "{value}" is text because it is quoted; {wanted} is meant'
+        return message, f"remove the quotes: {last}: {meant}"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and wanted == "text":
+        return f"{key}: {mark.text or value} is a number, where text is meant", f'write {last}: "{mark.text}"'
+    return None
+
+
+def _unquoted(value: str, wanted: str) -> str | None:
+    """What a quoted text would be without its quotes, where that is of the type wanted."""
+    if "number" in wanted and to_number(value, whole=None) is not None:
+        return value
+    if "true or false" in wanted and value.lower() in ("true", "yes", "on"):
+        return "true"
+    if "true or false" in wanted and value.lower() in ("false", "no", "off"):
+        return "false"
+    return None
+
+
+def _wanted(error: Any) -> str:
+    context = error.get("ctx", {})
+    kind = error["type"]
+    bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+    if kind in bounds:
+        limit = next(iter(context.values()))
+        return f"{bounds[kind]} {limit:g}" if isinstance(limit, float) else f"{bounds[kind]} {limit}"
+    if kind == "literal_error":
+        return "one of " + re.sub(r"'", "", str(context["expected"])).replace(" or ", ", ")
+    if kind in ("too_short", "too_long", "string_too_short"):
+        return _LENGTHS[kind]
+    if kind == "string_pattern_mismatch":
+        return "letters, digits, `.`, `_` and `-` alone, beginning with a letter or digit"
+    return _WANTED.get(kind, str(error["msg"]).lower())
+
+
+_LENGTHS = {
+    "too_short": "a list with enough entries",
+    "too_long": "a list with so few entries",
+    "string_too_short": "text with something in it",
+}
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping of keys to values",
+    "model_attributes_type": "a mapping of keys to values",
+}
+
+
+def _shown(value: Any, mark: Mark | None) -> str:
+    if value is None:
+        return "an empty value" if mark is None or not mark.text else mark.text
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, tuple):
+        return "a list" if value else "an empty list"
+    if mark is not None and mark.text:
+        return f'"{mark.text}"' if mark.quoted and mark.line else mark.text
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _rounding_hint(key: str, error: Any) -> str | None:
+    value = error["input"]
+    if error["type"] not in ("int_type", "int_from_float") or not isinstance(value, float):
+        return None
+    return f"write {key.rpartition('.')[2]}: {round(value)}" if abs(value) < 2**53 else None
+
+
+def _literal_hint(error: Any) -> str | None:
+    if error["type"] != "literal_error" or not isinstance(error["input"], str):
+        return None
+    choices = re.findall(r"'([^']+)'", str(error["ctx"]["expected"]))
+    near = _nearest(error["input"], choices)
+    return f"did you mean {near}?" if near else None
+
+
+def _unknown_key(kind: type[BaseModel], path: KeyPath) -> tuple[str, str | None]:
+    key = key_text(path)
+    plain = tuple(part for part in path if isinstance(part, str))
+    dotted, last = ".".join(plain), plain[-1]
+    siblings = _fields_at(kind, plain[:-1])
+    target = _SYNONYMS.get(dotted)
+    if target is None and (near := _nearest(last, siblings)):
+        return f"unknown key {key}; did you mean {near}?", f"write {near} in place of {last}"
+    if target is None:
+        target = next((other for other in _all_keys(kind) if other.rpartition(".")[2] == last), None)
+    if target is not None:
+        return f"unknown key {key}; it is called {target} here", f"write it as {target}"
+    if "." in last:
+        return f"unknown key {key}", f"nest it: {last.replace('.', ': ')} in separate lines"
+    section = key_text(path[:-1]) or "the top level"
+    return f"unknown key {key}", f"{section} takes: {', '.join(siblings)}" if siblings else None
+
+
+def _nearest(name: str, choices: Sequence[str]) -> str | None:
+    import difflib
+
+    folded = {choice.lower().replace("-", "_"): choice for choice in choices}
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), folded, n=1, cutoff=0.7)
+    return folded[near[0]] if near else None
+
+
+def _fields_at(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
+    model: type[BaseModel] | None = kind
+    for part in path:
+        field = model.model_fields.get(part) if model else None
+        model = model_in(field.annotation) if field else None
+    return list(model.model_fields) if model else []
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section inside a field's type: ``X``, ``X | None`` or ``tuple[X, ...]``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (tuple, typing.Union, types.UnionType, typing.Annotated):
+        for inner in typing.get_args(annotation):
+            if (found := model_in(inner)) is not None:
+                return found
+    return None
+
+
+def _all_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, field in kind.model_fields.items():
+        keys.append(prefix + name)
+        if (inner := model_in(field.annotation)) is not None:
+            keys += _all_keys(inner, f"{prefix}{name}.")
+    return keys

@@ -1,0 +1,184 @@
+"""EnginePlan -> the DeepSpeed JSON, rendered from templates, parsed back and compared with the plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dslaunch.config.ds_keys import TOP_LEVEL_KEYS
+from dslaunch.config.engine_plan import EnginePlan
+from dslaunch.config.report import Report
+from dslaunch.config.zero import ACTING_STAGES
+from dslaunch.core.errors import ConfigError
+from dslaunch.core.templating import render_template
+
+TEMPLATE = "deepspeed/ds_config.json.j2"
+Path = tuple[str, ...]
+
+
+def render_ds_config(engine: EnginePlan, report: Report) -> dict[str, Any]:
+    """The DeepSpeed JSON of ``engine`` with the run file's ``deepspeed:`` keys merged last.
+
+    Raises ConfigError where the rendered text is no JSON or says something else
+    than the plan; overrides that contradict the run file go to ``report``.
+    """
+    config = parse_rendered(render_template(TEMPLATE, engine.context()), TEMPLATE)
+    check_against_plan(config, engine, TEMPLATE)
+    overrides = report.loaded.spec.deepspeed
+    if overrides:
+        _check_overrides(overrides, engine, report)
+        config = _merge(config, overrides)
+    return config
+
+
+def to_text(config: Mapping[str, Any]) -> str:
+    """The JSON as it is printed and saved."""
+    return json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def parse_rendered(text: str, name: str) -> dict[str, Any]:
+    """Parse rendered text strictly: no comments, no duplicate keys, no NaN."""
+    try:
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        line = text.splitlines()[error.lineno - 1].strip() if text.splitlines() else ""
+        raise ConfigError(f"template {name} does not give JSON: {error.msg} near {line!r}") from None
+    except ValueError as error:
+        raise ConfigError(f"template {name} does not give JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"template {name} gives no JSON object")
+    return value
+
+
+def planned_values(engine: EnginePlan) -> dict[Path, Any]:
+    """Every key of the JSON that the plan decides, with its value."""
+    values: dict[Path, Any] = {
+        ("train_batch_size",): engine.batch.train_batch_size,
+        ("train_micro_batch_size_per_gpu",): engine.batch.train_micro_batch_size_per_gpu,
+        ("gradient_accumulation_steps",): engine.batch.gradient_accumulation_steps,
+        ("gradient_clipping",): engine.gradient_clipping,
+        ("fp16", "enabled"): engine.precision == "fp16",
+        ("bf16", "enabled"): engine.precision == "bf16",
+        ("zero_optimization", "stage"): engine.zero_stage,
+        ("optimizer", "type"): engine.optimizer.type,
+    }
+    if engine.fp16 is not None:
+        block = dict(vars(engine.fp16))
+        block["loss_scale"] = 0 if block["loss_scale"] == "dynamic" else block["loss_scale"]
+        values |= {("fp16", key): value for key, value in block.items()}
+    if engine.grad_accum_dtype is not None:
+        values["data_types", "grad_accum_dtype"] = engine.grad_accum_dtype
+    if engine.zero_allow_untested_optimizer:
+        values[("zero_allow_untested_optimizer",)] = True
+    values |= {("zero_optimization", *path): v for path, v in leaves(engine.zero_options)}
+    values |= {("optimizer", "params", *path): v for path, v in leaves(engine.optimizer.params)}
+    return values
+
+
+def check_against_plan(config: Mapping[str, Any], engine: EnginePlan, name: str) -> None:
+    """Raise ConfigError at the first key that is missing, differs in value or type, or is ``auto``."""
+    found = dict(leaves(config))
+    for path, value in planned_values(engine).items():
+        key = ".".join(path)
+        if path not in found:
+            raise ConfigError(f"template {name}: {key} is missing; the plan says {value!r}")
+        if type(found[path]) is not type(value) or found[path] != value:
+            raise ConfigError(f"template {name}: {key} is {found[path]!r}; the plan says {value!r}")
+    for path, value in found.items():
+        if value == "auto":
+            raise ConfigError(
+                f'template {name}: {".".join(path)} is "auto", which DeepSpeed itself cannot read'
+            )
+    if engine.precision != "fp16" and set(config["fp16"]) != {"enabled"}:
+        raise ConfigError(
+            f"template {name}: fp16 has keys besides enabled, but precision is {engine.precision}"
+        )
+
+
+def leaves(value: Mapping[str, Any], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Key path and value of everything that is not a mapping (an empty mapping counts as a value)."""
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from leaves(item, (*prefix, key))
+        else:
+            yield (*prefix, key), item
+
+
+def _check_overrides(overrides: Mapping[str, Any], engine: EnginePlan, report: Report) -> None:
+    for key in overrides:
+        if key not in TOP_LEVEL_KEYS:
+            _fail_unknown(key, report)
+    planned = planned_values(engine)
+    for path, value in leaves(overrides):
+        key = ".".join(("deepspeed", *path))
+        if value == "auto":
+            report.fail(key, f"{key}: auto is a word of the Hugging Face Trainer", "write the value itself")
+        elif path[0] in _OWN_SECTION:
+            message = f"deepspeed.{path[0]}: the run file has its own key for it"
+            report.fail(f"deepspeed.{path[0]}", message, f"use {_OWN_SECTION[path[0]]}")
+        elif path[0] == "zero_optimization" and _is_ignored(path, engine.zero_stage):
+            message = f"{key} has no effect at zero_optimization.stage {engine.zero_stage}"
+            report.fail(key, message, f"remove {path[1]}")
+        elif path not in _FREE and planned.get(path) != value and (owner := _owner(path, planned)):
+            message = f"{key}: {value!r} contradicts {planned.get(path, 'the run file')!r} of the run file"
+            report.fail(key, message, f"set {owner} in the run file itself")
+
+
+# Planned values that an override may replace: the plan only fills in what is usual.
+_FREE = {("data_types", "grad_accum_dtype"), ("zero_allow_untested_optimizer",)}
+_OWN_SECTION = {"scheduler": "scheduler:", "bfloat16": "precision: bf16"}
+
+
+def _fail_unknown(key: str, report: Report) -> None:
+    import difflib
+
+    near = difflib.get_close_matches(key, TOP_LEVEL_KEYS, n=1)
+    guess = f"; did you mean {near[0]}?" if near else ""
+    hint = f"write {near[0]}" if near else "DeepSpeed would ignore it silently; remove it"
+    report.fail(f"deepspeed.{key}", f"deepspeed.{key} is no key of DeepSpeed{guess}", hint)
+
+
+def _is_ignored(path: Path, stage: int) -> bool:
+    return len(path) > 1 and stage not in ACTING_STAGES.get(path[1], (stage,))
+
+
+def _owner(path: Path, planned: Mapping[Path, Any]) -> str | None:
+    """The run-file key to use in place of an override of a planned value; None where it is free."""
+    if path not in planned and not any(p[: len(path)] == path for p in planned):
+        return None
+    if path[0] in ("fp16", "bf16"):
+        return "precision" if path[-1] in ("enabled", path[0]) else ".".join(path)
+    renamed: dict[Path, str] = {
+        ("optimizer", "params", "lr"): "optimizer.lr",
+        ("optimizer", "params", "adam_w_mode"): "optimizer.type",
+    }
+    return renamed.get(path, ".".join(path))
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(below, value) if both else _listed(value)  # type: ignore[arg-type]
+    return merged
+
+
+def _listed(value: Any) -> Any:
+    """The run file's tuples as lists, which is what JSON has."""
+    if isinstance(value, Mapping):
+        return {key: _listed(item) for key, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,67 @@
+"""What resolving finds on its way: problems, notes, and the origin of each value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from dslaunch.config.load import LoadedSpec
+from dslaunch.core.errors import ConfigError, ConfigErrors
+from dslaunch.core.plan import Origin
+
+
+@dataclass
+class Report:
+    """Collects problems so that all are shown at once, and a reason for every value."""
+
+    loaded: LoadedSpec[Any]
+    problems: list[tuple[int, ConfigError]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reasons: dict[str, Origin] = field(default_factory=dict)
+
+    def fail(self, key: str, message: str, hint: str | None = None) -> None:
+        """Record that what was written for ``key`` (a run-file key) cannot be."""
+        error = ConfigError(f"{self.loaded.where(key)}{message}", hint=hint)
+        self.problems.append((self.loaded.line(key), error))
+
+    def catching(self, key: str) -> Catching:
+        """Record a ConfigError of the ``with`` block as a problem of ``key``, and go on after it."""
+        return Catching(self, key)
+
+    def note(self, text: str) -> None:
+        """Say something that the user should know but need not act on."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def reason(self, plan_key: str, reason: str, source: str = "derived") -> None:
+        """Say why the plan's ``plan_key`` has its value, where that is not plain from the run file."""
+        self.reasons[plan_key] = Origin(reason=reason, source=source)
+
+    def given(self, key: str) -> bool:
+        """Whether the run file or a flag sets ``key`` itself."""
+        return key in self.loaded.positions
+
+    def raise_if_any(self) -> None:
+        """Raise all problems so far, in file order."""
+        if self.problems:
+            raise ConfigErrors([error for _, error in sorted(self.problems, key=lambda item: item[0])])
+
+
+@dataclass(frozen=True)
+class Catching:
+    """What :meth:`Report.catching` returns."""
+
+    report: Report
+    key: str
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, ConfigError):
+            return False
+        self.report.fail(self.key, error.message, error.hint)
+        return True

@@ -1,0 +1,246 @@
+"""LoadedSpec + facts -> RunPlan: every value resolved, each with its reason and source. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from dslaunch.config.engine_plan import resolve_engine
+from dslaunch.config.facts import Facts, PathFact, looks_like_path
+from dslaunch.config.hosts import ResolvedHosts
+from dslaunch.config.load import LoadedSpec
+from dslaunch.config.origins import build_origins
+from dslaunch.config.render import render_ds_config
+from dslaunch.config.report import Report
+from dslaunch.config.secrets import check_env
+from dslaunch.config.spec import AdapterSpec, DataSourceSpec, RunSpec
+from dslaunch.core.plan import (
+    AdapterPlan,
+    DataPlan,
+    DataSource,
+    LaunchPlan,
+    ModelPlan,
+    OutputPlan,
+    RunPlan,
+    SchedulerPlan,
+)
+
+_DEFAULT_WARMUP_RATIO = 0.03
+
+
+def resolve(
+    loaded: LoadedSpec[RunSpec], *, facts: Facts, run_dir: Path, cwd: Path, python: str, default_name: str
+) -> tuple[RunPlan, tuple[str, ...]]:
+    """The plan, and notes for the user.
+
+    ``run_dir`` and ``cwd`` are absolute; ``python`` is the ranks' interpreter
+    unless the run file names one. Raises ConfigErrors with all problems at once.
+    """
+    report = Report(loaded, notes=list(loaded.notes))
+    engine = resolve_engine(report, facts)
+    parts = _Parts(report, facts)
+    model, data = parts.model(), parts.data()
+    adapter = _adapter(loaded.spec.adapter, report)
+    epochs, steps = _length(loaded.spec, report)
+    scheduler = _scheduler(loaded.spec, report)
+    check_env(loaded.spec.launch, report)
+    ds_config = render_ds_config(engine[0], report) if engine else {}
+    report.raise_if_any()
+    assert engine is not None
+    plan = RunPlan(
+        name=loaded.spec.name or default_name,
+        task=loaded.spec.task,
+        seed=loaded.spec.seed,
+        model=model,
+        data=data,
+        adapter=adapter,
+        precision=engine[0].precision,
+        fp16=engine[0].fp16,
+        zero_stage=engine[0].zero_stage,
+        gradient_clipping=engine[0].gradient_clipping,
+        optimizer=engine[0].optimizer,
+        batch=engine[0].batch,
+        scheduler=scheduler,
+        num_train_epochs=epochs,
+        max_steps=steps,
+        output=_output(loaded.spec),
+        launch=parts.launch(engine[1], run_dir=run_dir, cwd=cwd, python=python),
+        ds_config=ds_config,
+        origins={},
+    )
+    return build_origins(plan, report), tuple(report.notes)
+
+
+class _Parts:
+    """The sections of the plan that depend on paths."""
+
+    def __init__(self, report: Report, facts: Facts) -> None:
+        self.report = report
+        self.spec: RunSpec = report.loaded.spec
+        self.facts = facts
+
+    def model(self) -> ModelPlan:
+        spec = self.spec.model
+        fact = self.facts.paths["model.path"]
+        kind: Literal["hub", "directory", "gguf"] = "hub"
+        path = spec.path
+        if fact.kind == "directory":
+            kind, path = "directory", fact.absolute
+        elif fact.kind == "file" and spec.path.endswith(".gguf"):
+            kind, path = "gguf", fact.absolute
+        elif fact.kind == "file":
+            self.report.fail(
+                "model.path",
+                f"model.path: {spec.path} is a file, but not a .gguf one",
+                "give the directory that holds config.json, or a .gguf file",
+            )
+        else:
+            self.check_hub_id("model.path", spec.path, fact)
+        if kind != "hub" and spec.revision is not None:
+            self.report.fail("model.revision", "model.revision has no effect on a local model", "remove it")
+        self.report.reason("model.kind", {"hub": "no such path here: a hub id"}.get(kind, f"{path} is there"))
+        return ModelPlan(
+            path=path,
+            kind=kind,
+            revision=spec.revision,
+            tokenizer=self.hub_or_directory("model.tokenizer", spec.tokenizer),
+            chat_template=self.existing_file("model.chat_template", spec.chat_template),
+            trust_remote_code=spec.trust_remote_code,
+            allow_pickle=spec.allow_pickle,
+            attn_implementation=spec.attn_implementation,
+            gradient_checkpointing=spec.gradient_checkpointing,
+        )
+
+    def data(self) -> DataPlan:
+        spec = self.spec.data
+        train = tuple(self.source(f"data.train[{i}]", source) for i, source in enumerate(spec.train))
+        evaluated = tuple(self.source(f"data.eval[{i}]", source) for i, source in enumerate(spec.eval))
+        if not train:
+            self.report.fail("data.train", "data.train is empty", "give at least one source")
+        weighted = [source.weight is not None for source in spec.train]
+        if any(weighted) and not all(weighted):
+            key = f"data.train[{weighted.index(False)}]"
+            self.report.fail(
+                key, f"{key} has no weight, but other sources have one", "weight all sources, or none"
+            )
+        for i, source in enumerate(spec.eval):
+            if source.weight is not None:
+                key = f"data.eval[{i}].weight"
+                self.report.fail(key, f"{key}: held-out data is not mixed", "remove weight")
+        cache = self.facts.paths.get("data.cache_dir")
+        return DataPlan(
+            train=train,
+            eval=evaluated,
+            max_length=spec.max_length,
+            packing=spec.packing,
+            max_dropped_fraction=spec.max_dropped_fraction,
+            shuffle=spec.shuffle,
+            cache_dir=cache.absolute if cache else None,
+        )
+
+    def source(self, key: str, spec: DataSourceSpec) -> DataSource:
+        fact = self.facts.paths[f"{key}.path"]
+        if fact.kind == "missing":
+            self.check_hub_id(f"{key}.path", spec.path, fact)
+            kind: Literal["file", "directory", "hub"] = "hub"
+        else:
+            kind = fact.kind
+        path = spec.path if kind == "hub" else fact.absolute
+        if kind == "file" and self.report.given(f"{key}.split"):
+            self.report.fail(f"{key}.split", f"{key}.split has no effect on a file", "remove split")
+        return DataSource(path=path, kind=kind, split=spec.split, weight=spec.weight, format=spec.format)
+
+    def check_hub_id(self, key: str, text: str, fact: PathFact) -> None:
+        """A text that names no existing path may be a hub id, but not one that can only be a path."""
+        if looks_like_path(text) or fact.parent_exists:
+            hint = f"did you mean {fact.nearest}?" if fact.nearest else f"looked for {fact.absolute}"
+            self.report.fail(key, f"{key}: there is no {text}", hint)
+
+    def hub_or_directory(self, key: str, text: str | None) -> str | None:
+        if text is None:
+            return None
+        fact = self.facts.paths[key]
+        if fact.kind == "missing":
+            self.check_hub_id(key, text, fact)
+            return text
+        if fact.kind == "file":
+            self.report.fail(key, f"{key}: {text} is a file", "give the directory that holds it")
+        return fact.absolute
+
+    def existing_file(self, key: str, text: str | None) -> str | None:
+        if text is None:
+            return None
+        fact = self.facts.paths[key]
+        if fact.kind != "file":
+            hint = f"did you mean {fact.nearest}?" if fact.nearest else f"looked for {fact.absolute}"
+            self.report.fail(key, f"{key}: there is no file {text}", hint)
+        return fact.absolute
+
+    def launch(self, hosts: ResolvedHosts, *, run_dir: Path, cwd: Path, python: str) -> LaunchPlan:
+        spec, cluster = self.spec.launch, self.spec.cluster
+        where = self.facts.paths.get("launch.cwd")
+        plan_file = str(run_dir / "plan.json")
+        return LaunchPlan(
+            argv=(spec.python or python, "-m", "dslaunch.train.worker", "--plan", plan_file),
+            topology=hosts.topology,
+            run_dir=str(run_dir),
+            cwd=where.absolute if where else str(cwd),
+            via=spec.via,
+            device_type=hosts.device_type,
+            master_addr=cluster.master_addr,
+            master_port=cluster.master_port,
+            env=dict(spec.env),
+            secret_env=spec.secret_env,
+            failure_grace_s=float(spec.failure_grace_s),
+            checkpoint_grace_s=float(spec.checkpoint_grace_s),
+        )
+
+
+def _adapter(spec: AdapterSpec | None, report: Report) -> AdapterPlan | None:
+    if spec is None:
+        report.reason("adapter", "no adapter section: the whole model is trained", "default")
+        return None
+    values = spec.model_dump()
+    values["lora_alpha"] = float(spec.lora_alpha)
+    return AdapterPlan(**values)
+
+
+def _length(spec: RunSpec, report: Report) -> tuple[float | None, int | None]:
+    if spec.num_train_epochs is not None and spec.max_steps is not None:
+        report.fail("max_steps", "max_steps and num_train_epochs are both given", "keep one of the two")
+    if spec.max_steps is not None:
+        report.reason("num_train_epochs", "max_steps is given")
+        return None, spec.max_steps
+    report.reason("max_steps", "from the data and num_train_epochs")
+    if spec.num_train_epochs is None:
+        report.reason("num_train_epochs", "neither num_train_epochs nor max_steps is given", "default")
+        return 1.0, None
+    return float(spec.num_train_epochs), None
+
+
+def _scheduler(spec: RunSpec, report: Report) -> SchedulerPlan:
+    part = spec.scheduler
+    if part.warmup_steps is not None and part.warmup_ratio is not None:
+        message = "scheduler.warmup_steps and scheduler.warmup_ratio are both given"
+        report.fail("scheduler.warmup_ratio", message, "keep one of the two")
+    ratio = part.warmup_ratio
+    if part.warmup_steps is None and ratio is None:
+        ratio = 0.0 if part.type == "constant" else _DEFAULT_WARMUP_RATIO
+        report.reason("scheduler.warmup_ratio", f"usual for {part.type}", "default")
+    return SchedulerPlan(
+        type=part.type,
+        warmup_steps=part.warmup_steps,
+        warmup_ratio=ratio,
+        min_lr_ratio=float(part.min_lr_ratio),
+    )
+
+
+def _output(spec: RunSpec) -> OutputPlan:
+    part = spec.output
+    return OutputPlan(
+        save_steps=part.save_steps,
+        eval_steps=part.eval_steps,
+        logging_steps=part.logging_steps,
+        save_total_limit=part.save_total_limit,
+        report_to=part.report_to,
+    )

@@ -1,0 +1,145 @@
+"""RunSpec: what a user may write in a run file. docs/run-file.md is made from it."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dslaunch.config.spec_engine import EngineSpec, ModelSpec
+from dslaunch.config.spec_parts import (
+    Fraction,
+    Names,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OneAsMany,
+    PathAsMapping,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    SourcesAsTuple,
+    Text,
+)
+
+
+class DataSourceSpec(Section):
+    """One source of samples. A plain string means ``path``."""
+
+    path: Text = Field(description="JSONL, JSON or parquet file, directory written by `datasets`, or hub id.")
+    split: Text = Field("train", description="Split, for hub ids and `datasets` directories.")
+    weight: PositiveFloat | None = Field(
+        None, description="Share of this source in the mix. Give all sources one, or none."
+    )
+    format: Literal["auto", "messages", "conversations", "instruction", "prompt_completion", "text"] = Field(
+        "auto", description="Shape of the records; `auto` looks at the keys."
+    )
+
+
+Sources = Annotated[tuple[DataSourceSpec, ...], SourcesAsTuple]
+
+
+class DataSpec(Section):
+    """What is trained and evaluated on."""
+
+    train: Sources = Field(min_length=1, description="A path, a mapping, or a list of them.")
+    eval: Sources = Field((), description="Held-out data, in the same form.")
+    max_length: int = Field(1024, ge=2, description="Longest sequence in tokens; longer ones are cut.")
+    packing: bool = Field(False, description="Several samples in one sequence, kept apart exactly.")
+    max_dropped_fraction: Fraction = Field(
+        0.05,
+        description="Share of samples that may lose their whole answer to `max_length`; more is an error.",
+    )
+    shuffle: bool = Field(True, description="A new order every epoch, from `seed`.")
+    cache_dir: Text | None = Field(
+        None, description="Directory of tokenised data. Default: `tokens` in the cache."
+    )
+
+
+class AdapterSpec(Section):
+    """A low-rank adapter (peft). Without this section the whole model is trained."""
+
+    type: Literal["lora", "dora"] = Field("lora", description="Kind of adapter.")
+    r: PositiveInt = Field(16, description="Rank.")
+    lora_alpha: PositiveFloat = Field(32, description="The update is scaled by lora_alpha / r.")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
+    target_modules: Names = Field(
+        ("all-linear",), min_length=1, description="Module names; `all-linear` is all but the head."
+    )
+    use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r).")
+    modules_to_save: Names = Field((), description="Modules to train in full besides.")
+
+
+class SchedulerSpec(Section):
+    """The learning rate over optimizer steps."""
+
+    type: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after warm-up.")
+    warmup_steps: NonNegativeInt | None = Field(None, description="Steps of warm-up.")
+    warmup_ratio: Fraction | None = Field(
+        None, description="Warm-up as a share of all steps. Default: 0.03, unless warmup_steps is given."
+    )
+    min_lr_ratio: Fraction = Field(
+        0.0, description="Share of lr that the rate falls to, reached right after the last step."
+    )
+
+
+class LaunchSpec(Section):
+    """How the ranks are started."""
+
+    via: Literal["local"] = Field("local", description="Way to reach the hosts.")
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the ranks.")
+    secret_env: Names = Field(
+        (), description="Variables passed on by value at the start and never written to a file."
+    )
+    python: Text | None = Field(None, description="Interpreter of the ranks. Default: the launcher's own.")
+    cwd: Text | None = Field(None, description="Working directory of the ranks. Default: the launcher's.")
+    failure_grace_s: NonNegativeFloat = Field(
+        5.0, description="Seconds from TERM to KILL for the others when a rank has failed."
+    )
+    checkpoint_grace_s: NonNegativeFloat = Field(
+        120.0, description="Seconds that a cancelled run has to save a checkpoint."
+    )
+
+
+class OutputSpec(Section):
+    """What is written, and how often. Counts are optimizer steps."""
+
+    run_dir: Text | None = Field(
+        None, description="Run directory. Default: runs/<name>-<time> under $DSLAUNCH_RUNS or here."
+    )
+    save_steps: PositiveInt | None = Field(
+        None, description="Checkpoint every so many steps; always at the end."
+    )
+    eval_steps: PositiveInt | None = Field(
+        None, description="Evaluate every so many steps; always at the end."
+    )
+    logging_steps: PositiveInt = Field(1, description="Log every so many steps.")
+    save_total_limit: PositiveInt | None = Field(None, description="Checkpoints kept. Default: all.")
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], OneAsMany] = Field(
+        (), description="Services that must get the metrics; metrics.jsonl is always written."
+    )
+
+
+class RunSpec(EngineSpec):
+    """A whole run file."""
+
+    name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run: letters, digits, `.`, `_`, `-`. Default: the file's name.",
+    )
+    task: Literal["sft"] = Field("sft", description="What is trained for. sft: supervised fine-tuning.")
+    seed: NonNegativeInt = Field(42, lt=2**32, description="Seed of data order, adapter weights and dropout.")
+    model: Annotated[ModelSpec, PathAsMapping] = Field(description="The model to train.")
+    data: DataSpec = Field(description="Training and held-out data.")
+    adapter: AdapterSpec | None = Field(None, description="Train an adapter in place of the whole model.")
+    scheduler: SchedulerSpec = Field(
+        default_factory=dict, validate_default=True, description="Learning-rate schedule."
+    )
+    num_train_epochs: PositiveFloat | None = Field(
+        None, description="Passes over the data. Default: 1, unless max_steps is given."
+    )
+    max_steps: PositiveInt | None = Field(None, description="Optimizer steps, in place of num_train_epochs.")
+    launch: LaunchSpec = Field(
+        default_factory=dict, validate_default=True, description="How the ranks are started."
+    )
+    output: OutputSpec = Field(
+        default_factory=dict, validate_default=True, description="What is written, and how often."
+    )

@@ -1,0 +1,178 @@
+"""The part of the run file that the DeepSpeed JSON is made from.
+
+``EngineSpec`` is all that ``dslaunch gen-config`` needs; the whole run file
+(``dslaunch.config.spec.RunSpec``) adds model, data and what to do with them.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from dslaunch.config.spec_parts import (
+    Beta,
+    Names,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PathAsMapping,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+)
+
+
+class ModelSpec(Section):
+    """The model to train. A plain string means ``path``."""
+
+    path: Text = Field(description="Hub id, directory or `.gguf` file.")
+    revision: Text | None = Field(None, description="Branch, tag or commit on the hub.")
+    tokenizer: Text | None = Field(None, description="Hub id or directory of another tokenizer.")
+    chat_template: Text | None = Field(None, description="Jinja file to use in place of the tokenizer's own.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
+    allow_pickle: bool = Field(False, description="Load weights that need unpickling (`.bin`, `.pt`).")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        "sdpa", description="Attention backend of transformers."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, about 1/3 more time."
+    )
+
+
+class Fp16Spec(Section):
+    """Loss scaling, used when precision is fp16. The names and meanings are DeepSpeed's."""
+
+    loss_scale: PositiveFloat | Literal["dynamic"] = Field(
+        "dynamic", description="`dynamic`, or one fixed number."
+    )
+    initial_scale_power: NonNegativeInt = Field(
+        16, le=32, description="The dynamic scale starts at 2 to this power."
+    )
+    loss_scale_window: PositiveInt = Field(
+        1000, description="Steps without overflow after which the scale doubles."
+    )
+    hysteresis: PositiveInt = Field(2, description="Overflows that are let pass before the scale is halved.")
+    consecutive_hysteresis: bool = Field(
+        False, description="Refill the hysteresis at every step without overflow."
+    )
+    min_loss_scale: PositiveInt = Field(1, description="The scale never falls below this.")
+
+
+class OffloadSpec(Section):
+    """Where a part of the training state is kept instead of on the device."""
+
+    device: Literal["cpu", "nvme"] = Field(description="`cpu` memory or an `nvme` disk.")
+    nvme_path: Text | None = Field(None, description="Directory on the local disk, for `nvme`.")
+    pin_memory: bool = Field(False, description="Page-locked memory: faster copies, not swappable.")
+
+
+class ZeroSpec(Section):
+    """DeepSpeed's block of the same name. A key that the chosen stage ignores is an error."""
+
+    stage: Literal[0, 1, 2, 3] = Field(
+        2, description="0: nothing is sharded; 1: optimizer states; 2: and gradients; 3: and parameters."
+    )
+    overlap_comm: bool | None = Field(None, description="Reduce gradients during the backward pass.")
+    contiguous_gradients: bool | None = Field(None, description="Copy gradients to one contiguous buffer.")
+    reduce_scatter: bool | None = Field(None, description="Reduce-scatter in place of all-reduce.")
+    reduce_bucket_size: PositiveInt | None = Field(None, description="Elements reduced at once.")
+    allgather_bucket_size: PositiveInt | None = Field(None, description="Elements gathered at once.")
+    round_robin_gradients: bool | None = Field(None, description="Spread gradient copies over the ranks.")
+    sub_group_size: PositiveInt | None = Field(None, description="Elements updated at once by the optimizer.")
+    stage3_prefetch_bucket_size: NonNegativeInt | None = Field(
+        None, description="Elements of parameters fetched ahead of use."
+    )
+    stage3_param_persistence_threshold: NonNegativeInt | None = Field(
+        None, description="Parameters of fewer elements are not sharded."
+    )
+    stage3_max_live_parameters: NonNegativeInt | None = Field(
+        None, description="Gathered elements at which prefetching pauses."
+    )
+    stage3_max_reuse_distance: NonNegativeInt | None = Field(
+        None, description="A parameter used again within so many elements stays gathered."
+    )
+    stage3_gather_16bit_weights_on_model_save: bool | None = Field(
+        None, description="Let `save_16bit_model` write the whole model (on by default at stage 3)."
+    )
+    offload_optimizer: OffloadSpec | None = Field(None, description="Keep optimizer states off the device.")
+    offload_param: OffloadSpec | None = Field(None, description="Keep parameters off the device.")
+
+
+class OptimizerParamsSpec(Section):
+    """What the optimizer takes besides the learning rate."""
+
+    betas: tuple[Beta, Beta] | None = Field(None, description="Decay of the running averages.")
+    eps: PositiveFloat | None = Field(None, description="Added to the denominator (AdamW, Adam).")
+    weight_decay: NonNegativeFloat | None = Field(None, description="Weight decay.")
+    momentum: Beta | None = Field(None, description="Momentum (SGD).")
+    dampening: NonNegativeFloat | None = Field(None, description="Dampening of the momentum (SGD).")
+    nesterov: bool | None = Field(None, description="Nesterov momentum (SGD).")
+    torch_adam: bool | None = Field(
+        None, description="PyTorch's Adam in place of DeepSpeed's compiled one (the default on CPUs)."
+    )
+
+
+class OptimizerSpec(Section):
+    """The optimizer."""
+
+    type: Literal["AdamW", "Adam", "SGD", "Lion"] = Field("AdamW", description="Its name in DeepSpeed.")
+    lr: PositiveFloat | None = Field(
+        None, description="Peak learning rate. Default: 2e-4 with an adapter, 2e-5 without."
+    )
+    params: OptimizerParamsSpec = Field(
+        default_factory=dict, validate_default=True, description="What it takes besides."
+    )
+
+
+class ClusterSpec(Section):
+    """Which machines and devices. One rank runs on each slot."""
+
+    hostfile: Text | None = Field(None, description="DeepSpeed hostfile. Without one: this machine.")
+    include: Text | None = Field(None, description="Hosts and slots to use: `a@b:0,2`.")
+    exclude: Text | None = Field(None, description="Hosts and slots to leave out: `a@b:0,2`.")
+    num_nodes: PositiveInt | None = Field(None, description="Number of nodes (the first of the hostfile).")
+    num_gpus_per_node: PositiveInt | None = Field(None, description="Ranks on each node.")
+    gpu: Names | None = Field(
+        None, description="Device of the nodes, such as `a100` or `cpu`; a list where nodes differ."
+    )
+    master_addr: Text | None = Field(None, description="Address on which the ranks meet.")
+    master_port: Port | None = Field(None, description="Port on which they meet. Default: a free one.")
+
+
+class EngineSpec(Section):
+    """What the DeepSpeed JSON is made from."""
+
+    model: Annotated[ModelSpec | None, PathAsMapping] = Field(None, description="The model to train.")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        "auto", description="`auto` chooses for the weakest device of all hosts and says why."
+    )
+    fp16: Fp16Spec = Field(
+        default_factory=dict, validate_default=True, description="Loss scaling for precision fp16."
+    )
+    zero_optimization: ZeroSpec = Field(
+        default_factory=dict, validate_default=True, description="ZeRO sharding."
+    )
+    gradient_clipping: NonNegativeFloat = Field(
+        1.0, description="Largest global gradient norm; larger ones are scaled down. 0: no clipping."
+    )
+    optimizer: OptimizerSpec = Field(
+        default_factory=dict, validate_default=True, description="The optimizer."
+    )
+    train_batch_size: PositiveInt | None = Field(
+        None,
+        description="Samples of one optimizer step over all ranks. Give it alone, or two of the three sizes:"
+        " train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks, exactly.",
+    )
+    train_micro_batch_size_per_gpu: PositiveInt | None = Field(
+        None, description="Samples in one forward pass of one rank."
+    )
+    gradient_accumulation_steps: PositiveInt | None = Field(
+        None, description="Forward and backward passes of one optimizer step."
+    )
+    cluster: ClusterSpec = Field(
+        default_factory=dict, validate_default=True, description="Machines and devices."
+    )
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further keys of the DeepSpeed JSON, merged last. What the run file decides is refused.",
+    )

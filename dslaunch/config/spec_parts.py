@@ -1,0 +1,40 @@
+"""Shared pieces of the run file's spec: the base model and the field types."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """One mapping of the run file: unknown keys are errors, values are frozen, types are strict."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
+
+
+def _one_as_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _path_as_mapping(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+def _sources_as_tuple(value: Any) -> Any:
+    if isinstance(value, (str, Mapping)):
+        value = (value,)
+    return tuple(_path_as_mapping(item) for item in value) if isinstance(value, tuple) else value
+
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Names = Annotated[tuple[Text, ...], BeforeValidator(_one_as_many)]
+OneAsMany = BeforeValidator(_one_as_many)
+PathAsMapping = BeforeValidator(_path_as_mapping)
+SourcesAsTuple = BeforeValidator(_sources_as_tuple)

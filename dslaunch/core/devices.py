@@ -1,0 +1,217 @@
+"""Devices: what each can compute in, and which ones this machine has.
+
+The table lists what hardware does well, not what software lets pass: torch
+emulates bf16 on a V100 and says that it is supported. Sources: the vendors'
+architecture papers (tensor core types by compute capability), DeepSpeed 0.19.8
+``accelerator/*``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dslaunch.core.errors import ConfigError
+
+# "slow": torch emulates it, or the hardware gains nothing by it. "unknown": a device not in the table.
+Support = Literal["yes", "slow", "no", "unknown"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of accelerator (or the CPU). ``arch``: compute capability, gfx name or the like."""
+
+    name: str
+    arch: str
+    fp16: Support
+    bf16: Support
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.arch})" if self.arch else self.name
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device of this machine, with the id that makes it visible to a process."""
+
+    id: str
+    device: Device
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What was found on one machine."""
+
+    accelerators: tuple[Accelerator, ...]
+    cpu: Device
+
+
+_NVIDIA = {
+    "sm_60": "p100",
+    "sm_61": "p40 p4 gtx1050 gtx1060 gtx1070 gtx1080 titanxp titanx",
+    "sm_70": "v100 v100s titanv gv100",
+    "sm_75": "t4 gtx1650 gtx1660 rtx2060 rtx2070 rtx2080 titanrtx rtx4000 rtx5000 rtx6000 rtx8000",
+    "sm_80": "a100 a100x a800 a30",
+    "sm_86": "a2 a10 a10g a16 a40 a2000 a4000 a4500 a5000 a5500 a6000"
+    " rtx3050 rtx3060 rtx3070 rtx3080 rtx3090",
+    "sm_89": "l2 l4 l20 l40 l40s rtx4060 rtx4070 rtx4080 rtx4090 rtx4000ada rtx5000ada rtx6000ada",
+    "sm_90": "h20 h100 h200 h800 gh200",
+    "sm_100": "b100 b200 gb200",
+    "sm_103": "b300 gb300",
+    "sm_120": "rtx5060 rtx5070 rtx5080 rtx5090 rtxpro6000",
+}
+_OTHERS: list[tuple[str, Support, Support, str]] = [
+    ("gfx906", "yes", "no", "mi50 mi60"),
+    ("gfx908", "yes", "slow", "mi100"),
+    ("gfx90a", "yes", "yes", "mi200 mi210 mi250 mi250x"),
+    ("gfx942", "yes", "yes", "mi300 mi300x mi300a mi308x mi325x"),
+    ("gfx950", "yes", "yes", "mi350 mi350x mi355x"),
+    ("ascend910a", "yes", "no", "ascend910a ascend910"),
+    ("ascend910b", "yes", "yes", "ascend910b ascend910c"),
+    ("gaudi2", "yes", "yes", "gaudi2 hl225"),
+    ("gaudi3", "yes", "yes", "gaudi3 hl325"),
+    ("pvc", "yes", "yes", "pvc max1100 max1550"),
+]
+_MEMORY = re.compile(r"[\s_-]+\d+\s*gi?b?\b|\bmig\b.*$|\bhbm\d\w*")
+_VENDOR = re.compile(
+    r"nvidia|amd|intel|huawei|habana|tesla|geforce|quadro|instinct|radeon|graphics|gpu|\(r\)"
+)
+_SUFFIX = re.compile(
+    r"(sxm\d?|pcie|nvl|oam|ti|super|laptop|maxq|generation|edition|server|workstation|blackwell|d)$"
+)
+
+CPU_NAME = "cpu"
+
+
+def lookup_device(text: str) -> Device:
+    """The device of a name such as ``a100``, ``V100-32GB`` or ``NVIDIA A100-SXM4-80GB``.
+
+    Also ``cpu`` (a CPU of which nothing is known, so without bf16 and fp16
+    instructions) and ``sm_80``. Raises ConfigError with the nearest names where
+    it is unknown.
+    """
+    if (found := _find(text)) is not None:
+        return found
+    key, by_name = _plain(text), _by_name()
+    import difflib
+
+    near = difflib.get_close_matches(key, [*by_name, CPU_NAME], n=3, cutoff=0.5)
+    known = ", ".join(near) if near else "a100, h100, v100, mi300x, cpu"
+    raise ConfigError(f"unknown device {text!r}", hint=f"write a name such as {known}, or sm_80 and the like")
+
+
+def device_names() -> list[str]:
+    """Every name in the table, for documentation."""
+    return [*_by_name(), CPU_NAME]
+
+
+def probe_inventory(environ: Mapping[str, str], *, root: Path = Path("/")) -> Inventory:
+    """The accelerators and the CPU of this machine, read from /proc and /sys; no driver is loaded.
+
+    ``DS_ACCELERATOR=cpu`` hides accelerators, CUDA_VISIBLE_DEVICES (for AMD also
+    HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES) restricts and orders them. A GPU
+    that is not in the table supports "unknown".
+    """
+    cpu = _probe_cpu(root)
+    if environ.get("DS_ACCELERATOR") == "cpu":
+        return Inventory((), cpu)
+    devices = _probe_nvidia(root)
+    variables: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES",)
+    if not devices:
+        devices = _probe_amd(root)
+        variables = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    visible = next((environ[name] for name in variables if name in environ), None)
+    return Inventory(_visible(devices, visible), cpu)
+
+
+def _find(text: str) -> Device | None:
+    key, by_name = _plain(text), _by_name()
+    if key == CPU_NAME:
+        return Device(CPU_NAME, "", "no", "slow")
+    if match := re.fullmatch(r"sm(\d{2,3})[af]?", key):
+        return _nvidia(f"sm_{match[1]}", f"sm_{match[1]}")
+    key = key.replace("rtxa", "a", 1) if key.startswith("rtxa") else key  # "RTX A6000"
+    while key not in by_name and (shorter := _SUFFIX.sub("", key)) != key:
+        key = shorter
+    return by_name.get(key)
+
+
+def _plain(text: str) -> str:
+    return _VENDOR.sub("", re.sub(r"[\s_\-/]+", "", _MEMORY.sub("", text.lower())))
+
+
+def _by_name() -> dict[str, Device]:
+    devices = {name: _nvidia(name, arch) for arch, names in _NVIDIA.items() for name in names.split()}
+    for arch, fp16, bf16, names in _OTHERS:
+        devices |= {name: Device(name, arch, fp16, bf16) for name in (arch, *names.split())}
+    return devices
+
+
+def _nvidia(name: str, arch: str) -> Device:
+    """Tensor cores have fp16 since compute capability 7.0 and bf16 since 8.0."""
+    capability = int(arch.removeprefix("sm_"))
+    return Device(name, arch, "yes" if capability >= 70 else "slow", "yes" if capability >= 80 else "no")
+
+
+def _unknown(name: str) -> Device:
+    return Device(name, "", "unknown", "unknown")
+
+
+def _probe_cpu(root: Path) -> Device:
+    """bf16 and fp16 are "yes" only with instructions for them; otherwise torch emulates."""
+    try:
+        text = (root / "proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        text = ""
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    flags = set(match.group(1).split()) if match else set()
+    bf16: Support = "yes" if flags & {"avx512_bf16", "amx_bf16", "bf16"} else "slow"
+    fp16: Support = "yes" if flags & {"avx512_fp16", "amx_fp16"} else "no"
+    return Device(CPU_NAME, "", fp16, bf16)
+
+
+def _probe_nvidia(root: Path) -> list[Device]:
+    devices = []
+    for info in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        text = info.read_text(errors="replace")
+        model = re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE)
+        minor = re.search(r"^Device Minor:\s*(\d+)\s*$", text, re.MULTILINE)
+        # A container without GPUs still sees the host's list, but not the device files.
+        if model and minor and (root / f"dev/nvidia{minor[1]}").exists():
+            devices.append(_find(model[1]) or _unknown(model[1]))
+    return devices
+
+
+def _probe_amd(root: Path) -> list[Device]:
+    devices = []
+    if not (root / "dev/kfd").exists():
+        return []
+    for file in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
+        match = re.search(r"^gfx_target_version (\d+)$", file.read_text(errors="replace"), re.MULTILINE)
+        if not match or match[1] == "0":  # 0: the CPU of a node
+            continue
+        version = int(match[1])
+        arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+        devices.append(_find(arch) or _unknown(arch))
+    return devices
+
+
+def _visible(devices: list[Device], visible: str | None) -> tuple[Accelerator, ...]:
+    everything = tuple(Accelerator(str(i), device) for i, device in enumerate(devices))
+    if visible is None:
+        return everything
+    chosen = []
+    for item in (part.strip() for part in visible.split(",")):
+        if not item or item == "-1":
+            break  # CUDA ignores everything from the first invalid entry on
+        if item.isdigit():
+            if int(item) >= len(everything):
+                break
+            chosen.append(everything[int(item)])
+        elif devices:  # a GPU or MIG UUID: which model it is /proc does not tell, so all must agree
+            weakest = min(devices, key=lambda d: (d.bf16 == "yes", d.fp16 == "yes"))
+            chosen.append(Accelerator(item, weakest))
+    return tuple(chosen)

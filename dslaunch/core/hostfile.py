@@ -1,0 +1,214 @@
+"""Hostfiles: DeepSpeed's ``host slots=N`` lines, read strictly, and host filters.
+
+    worker-0 slots=8
+    alice@worker-1:2222 slots=0,1,4    # user, ssh port, and ids in place of a count
+    [fe80::1]:22 slots=2
+
+DeepSpeed 0.19.8 (launcher/runner.py, ``_parse_hostfile``) ignores what follows
+``slots=N`` on a line; here that is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dslaunch.core.errors import HostfileError
+from dslaunch.core.topology import Host
+
+_HOST = re.compile(
+    r"(?:(?P<user>[^@\s:\[\]]+)@)?"
+    r"(?:\[(?P<v6>[0-9A-Fa-f:.%A-Za-z0-9_-]+)\]|(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*))"
+    r"(?::(?P<port>[0-9]{1,5}))?"
+)
+_SLOT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]*")
+
+
+def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
+    """The hosts of a hostfile's text, in its order. ``name`` is the file's, for messages.
+
+    Raises HostfileError with file, line and column at the first wrong line.
+    """
+    hosts: dict[str, tuple[int, Host]] = {}
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
+        content = line.split("#", 1)[0].rstrip()
+        if not content.strip():
+            continue
+        host = _parse_line(content, f"{name}:{number}")
+        if host.name in hosts:
+            raise HostfileError(
+                f"{name}:{number}:{_column(content)}: host {host.name} is given twice,"
+                f" first in line {hosts[host.name][0]}",
+                hint="put all its slots in one line",
+            )
+        hosts[host.name] = (number, host)
+    if not hosts:
+        raise HostfileError(f"{name}: no host in it", hint="write one line per host: worker-0 slots=8")
+    return tuple(host for _, host in hosts.values())
+
+
+def render_hostfile(hosts: Sequence[Host]) -> str:
+    """A hostfile that :func:`parse_hostfile` reads back to the same hosts.
+
+    Slots 0 .. n-1 are written as a count, which DeepSpeed reads too.
+    """
+    return "".join(f"{_host_text(host)} slots={_slots_text(host.slots)}\n" for host in hosts)
+
+
+def select_hosts(
+    hosts: Sequence[Host],
+    *,
+    include: str | None = None,
+    exclude: str | None = None,
+    num_nodes: int | None = None,
+    num_gpus_per_node: int | None = None,
+) -> tuple[Host, ...]:
+    """The hosts and slots of a run.
+
+    ``include`` and ``exclude`` as DeepSpeed writes them: hosts joined by ``@``,
+    each with ``:`` and slot ids where not all are meant (``a@b:0,2``). Raises
+    HostfileError for a host or slot that is not there, for filters that
+    contradict each other, and where fewer nodes or slots are there than asked for.
+    """
+    if include is not None and exclude is not None:
+        raise HostfileError("include and exclude are both given", hint="give one of the two")
+    if (include or exclude) and num_nodes is not None:
+        raise HostfileError("num_nodes cannot be combined with include or exclude", hint="leave one out")
+    chosen = list(hosts)
+    if include is not None:
+        wanted = _parse_filter(include, chosen, "include")
+        chosen = [replace(h, slots=wanted[h.name] or h.slots) for h in chosen if h.name in wanted]
+    if exclude is not None:
+        chosen = _without(chosen, _parse_filter(exclude, chosen, "exclude"))
+    if num_nodes is not None:
+        if num_nodes > len(chosen):
+            raise HostfileError(
+                f"num_nodes {num_nodes}, but the hostfile has {len(chosen)}",
+                hint=f"use num_nodes {len(chosen)}",
+            )
+        chosen = chosen[:num_nodes]
+    if num_gpus_per_node is not None:
+        chosen = [_first_slots(host, num_gpus_per_node) for host in chosen]
+    if not chosen:
+        raise HostfileError("no host is left after the filter", hint="loosen include or exclude")
+    return tuple(chosen)
+
+
+def _parse_line(content: str, where: str) -> Host:
+    column = _column(content)
+    fields = content.split()
+    match = _HOST.fullmatch(fields[0])
+    if match is None:
+        raise HostfileError(
+            f"{where}:{column}: {fields[0]!r} is not a host",
+            hint="write host, user@host, host:port or [IPv6]:port",
+        )
+    if len(fields) == 1:
+        raise HostfileError(
+            f"{where}:{len(content) + 1}: slots are missing", hint=f"write {fields[0]} slots=8"
+        )
+    slot_column = content.index(fields[1], content.index(fields[0]) + len(fields[0])) + 1
+    if not fields[1].startswith("slots="):
+        fix = fields[1] if "=" not in fields[1] else f"slots={fields[1].split('=', 1)[1]}"
+        hint = f"write {fields[0]} {fix if fix.startswith('slots=') else 'slots=8'}, without spaces around ="
+        raise HostfileError(f"{where}:{slot_column}: {fields[1]!r} is not slots=N", hint=hint)
+    if len(fields) > 2:
+        extra = content.index(fields[2], slot_column - 1 + len(fields[1])) + 1
+        raise HostfileError(
+            f"{where}:{extra}: {fields[2]!r} after the slots",
+            hint="one host a line, slot ids joined by commas",
+        )
+    slots = _parse_slots(fields[1].removeprefix("slots="), f"{where}:{slot_column + len('slots=')}")
+    port = int(match["port"]) if match["port"] else None
+    if port is not None and not 1 <= port <= 65535:
+        raise HostfileError(f"{where}:{column}: port {port} is not between 1 and 65535")
+    return Host(name=match["v6"] or match["name"], slots=slots, user=match["user"], port=port)
+
+
+def _parse_slots(text: str, where: str) -> tuple[str, ...]:
+    if re.fullmatch(r"[0-9]+", text):
+        count = int(text)
+        if not 0 < count <= 4096:
+            raise HostfileError(
+                f"{where}: slots={text}: a host has between 1 and 4096", hint="remove the line, or fix it"
+            )
+        return tuple(map(str, range(count)))
+    ids = text.split(",")
+    for slot in ids:
+        if not _SLOT_ID.fullmatch(slot):
+            shown = repr(slot) if slot else "an empty slot id"
+            raise HostfileError(
+                f"{where}: slots={text}: {shown}", hint="write a count or ids: slots=4, slots=0,2"
+            )
+    if len(set(ids)) != len(ids):
+        twice = next(s for s in ids if ids.count(s) > 1)
+        raise HostfileError(f"{where}: slots={text}: slot {twice} is given twice")
+    return tuple(ids)
+
+
+def _column(content: str) -> int:
+    return len(content) - len(content.lstrip()) + 1
+
+
+def _host_text(host: Host) -> str:
+    name = f"[{host.name}]" if ":" in host.name else host.name
+    return (f"{host.user}@" if host.user else "") + name + (f":{host.port}" if host.port else "")
+
+
+def _slots_text(slots: tuple[str, ...]) -> str:
+    if slots == tuple(map(str, range(len(slots)))):
+        return str(len(slots))
+    # One numeric id alone would read back as a count.
+    assert len(slots) > 1 or not slots[0].isdecimal(), "a single numeric slot has no hostfile form"
+    return ",".join(slots)
+
+
+def _parse_filter(text: str, hosts: Sequence[Host], what: str) -> dict[str, tuple[str, ...]]:
+    """Host name -> slot ids; an empty tuple means all of them."""
+    by_name = {host.name: host for host in hosts}
+    wanted: dict[str, tuple[str, ...]] = {}
+    for part in text.split("@"):
+        match = re.fullmatch(r"\s*(?:\[([^\]]+)\]|([^:\s]+))(?::(\S+))?\s*", part)
+        if match is None:
+            raise HostfileError(f"{what} {text!r}: {part!r} is not host or host:0,1", hint="write a@b:0,2")
+        name = match[1] or match[2]
+        if name not in by_name:
+            import difflib
+
+            near = difflib.get_close_matches(name, by_name, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the hosts are: {', '.join([*by_name][:10])}"
+            raise HostfileError(f"{what} {text!r}: no host {name} in the hostfile", hint=hint)
+        ids = tuple(match[3].split(",")) if match[3] else ()
+        for slot in ids:
+            if slot not in by_name[name].slots:
+                has = ", ".join(by_name[name].slots)
+                raise HostfileError(
+                    f"{what} {text!r}: host {name} has no slot {slot!r}", hint=f"it has {has}"
+                )
+        if name in wanted and (not ids or not wanted[name]):
+            raise HostfileError(f"{what} {text!r}: host {name} is given twice")
+        merged = (*wanted.get(name, ()), *ids)
+        wanted[name] = tuple(s for s in by_name[name].slots if s in merged)
+    return wanted
+
+
+def _without(hosts: Sequence[Host], unwanted: dict[str, tuple[str, ...]]) -> list[Host]:
+    left = []
+    for host in hosts:
+        if host.name not in unwanted:
+            left.append(host)
+        elif unwanted[host.name]:
+            slots = tuple(s for s in host.slots if s not in unwanted[host.name])
+            if slots:
+                left.append(replace(host, slots=slots))
+    return left
+
+
+def _first_slots(host: Host, count: int) -> Host:
+    if count > len(host.slots):
+        raise HostfileError(
+            f"num_gpus_per_node {count}, but host {host.name} has {len(host.slots)} slots",
+            hint=f"use num_gpus_per_node {len(host.slots)}, or leave the host out",
+        )
+    return replace(host, slots=host.slots[:count])

@@ -1,0 +1,638 @@
+"""The node agent: starts the ranks of one host, watches them, leaves nothing behind.
+
+ONE file, standard library only, Python 3.8 or newer, Linux: it is run by path
+(``python -I -S agent.py``) or sent over stdin to a host that has no dslaunch.
+That it must travel alone is why it is longer than our other files.
+
+Its stdin is JSON lines. The first is the orders::
+
+    {"protocol": 1, "argv": [...], "cwd": "...", "env": {...}, "host": "...",
+     "visible_devices": {"variable": "CUDA_VISIBLE_DEVICES", "slots": [...]} | null,
+     "auto_threads": true, "failure_grace_s": 5.0, "checkpoint_grace_s": 120.0,
+     "ranks": [{"rank": 0, "env": {...}, "log": "...", "show": "all" | "errors"}]}
+
+then commands: ``{"command": "stop", "grace_s": 5}``, ``{"command": "kill"}``,
+``{"command": "signal", "name": "USR1"}``, ``{"command": "ack", "bytes": n}``.
+End of stdin means that the supervisor is gone: the ranks are stopped.
+
+Its stdout is JSON lines, one event each: ``hello``, ``refused`` (nothing was
+started), ``start``, ``output``, ``error_line``, ``exit``, ``log_error``,
+``leftover``, ``done``. Text holds non-UTF-8 bytes as lone surrogates
+(surrogateescape, escaped by JSON), so every byte arrives as it was.
+
+What is killed is only ever a child of this process: a rank that has not been
+reaped yet (with its process group, whose number is then still taken), or a
+process that lost its parent and was handed to us, their subreaper, by the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+PROTOCOL = 1
+CHUNK = 65536
+WINDOW = 1 << 20  # bytes of shown output that may be on their way; then the rank's pipe is left to fill
+TAIL = 16384  # bytes of stderr kept for the report of a failure
+TAIL_LINES = 30
+FLUSH_S = 0.2  # an unfinished line (a prompt, a progress bar) is logged after this long
+TICK_S = 0.05
+SETTLE_S = 1.0  # helpers of a rank that ended well may take this long to end by themselves
+UNKILLABLE_S = 10.0
+ERROR_LINE = re.compile(rb"^(\w+\.)*\w*(Error|Exception|Interrupt)\b|\b(ERROR|CRITICAL|FATAL)\b")
+SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh", "busybox"}
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def to_bytes(value: str) -> bytes:
+    return value.encode("utf-8", "surrogateescape")
+
+
+def to_text(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")
+
+
+class Refusal(Exception):
+    """The orders cannot be carried out; nothing was started."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.message, self.hint = message, hint
+
+
+class Log:
+    """A rank's log. A full disk loses lines, never stops the rank; the gap is noted when space returns."""
+
+    def __init__(self, path: bytes, on_error: Callable[[str], None]) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.on_error = on_error
+        self.lost = 0
+
+    def write(self, data: bytes) -> None:
+        if self.lost:
+            note = b"[dslaunch: %d bytes could not be written here]\n" % self.lost
+            if self._write(note) < len(note):
+                self.lost += len(data)
+                return
+            self.lost = 0
+        self.lost += len(data) - self._write(data)
+
+    def _write(self, data: bytes) -> int:
+        done = 0
+        while done < len(data):
+            try:
+                done += os.write(self.fd, data[done:])
+            except OSError as error:
+                if not self.lost:
+                    self.on_error(error.strerror or str(error))
+                break
+        return done
+
+
+class Stream:
+    """One pipe of a rank: read in chunks, passed on to ``on_lines`` in whole lines."""
+
+    def __init__(self, rank: Rank, name: str, fd: int, on_lines: Callable[[Stream, bytes], None]) -> None:
+        self.rank, self.name, self.fd, self.on_lines = rank, name, fd, on_lines
+        self.pending = b""
+        self.pending_since = 0.0
+        os.set_blocking(fd, False)
+
+    def feed(self, data: bytes, now: float) -> None:
+        if not self.pending:
+            self.pending_since = now
+        data = self.pending + data
+        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if len(data) - cut > CHUNK:
+            cut = len(data)
+        self.pending = data[cut:]
+        if cut:
+            self.pending_since = now
+            self.on_lines(self, data[:cut])
+
+    def flush(self) -> None:
+        if self.pending:
+            data, self.pending = self.pending, b""
+            self.on_lines(self, data)
+
+
+class Rank:
+    """One rank: its orders, its process, what is known of it."""
+
+    def __init__(self, orders: dict[str, Any], log: Log) -> None:
+        self.number: int = orders["rank"]
+        self.show_all: bool = orders["show"] == "all"
+        self.env = {to_bytes(k): to_bytes(v) for k, v in orders["env"].items()}
+        self.log = log
+        self.process: subprocess.Popen[bytes] | None = None
+        self.streams: list[Stream] = []
+        self.alive = False
+        self.tail = b""
+        self.error_line = b""
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+
+class Agent:
+    """The state of one host's ranks and the loop that serves them."""
+
+    def __init__(self, orders: dict[str, Any], rest: bytes) -> None:
+        self.orders = orders
+        self.inbox = rest
+        self.outbox = bytearray()
+        self.supervisor_gone = False
+        self.unacked = 0
+        self.dropped = 0
+        self.ranks: list[Rank] = []
+        self.selector = selectors.DefaultSelector()
+        self.stopping = False
+        self.wait_for_shells = False  # a stopped shell's own child may be writing a checkpoint
+        self.deadline = float("inf")
+        self.settle_at = self.kill_at = self.give_up_at = float("inf")
+        self.asked: set[int] = set()
+        self.left: list[int] = []
+
+    # --- what is said -------------------------------------------------------------------------
+
+    def send(self, event: str, **fields: Any) -> None:
+        if not self.supervisor_gone:
+            fields["event"] = event
+            self.outbox += json.dumps(fields).encode("ascii") + b"\n"
+            self.write_out()
+
+    def write_out(self) -> None:
+        try:
+            while self.outbox:
+                del self.outbox[: os.write(1, self.outbox[:CHUNK])]
+        except BlockingIOError:
+            pass
+        except OSError:  # nobody reads any more
+            self.supervisor_gone = True
+            self.outbox.clear()
+            self.begin_stop(self.orders["failure_grace_s"])
+
+    def forward(self, stream: Stream, data: bytes) -> None:
+        rank = stream.rank
+        if not rank.show_all or self.supervisor_gone:
+            return
+        if self.stopping and self.unacked > WINDOW:
+            self.dropped += len(data)  # a stopping rank must not wait for a reader
+            return
+        self.unacked += len(data)
+        self.send("output", rank=rank.number, stream=stream.name, data=to_text(data))
+
+    # --- starting -----------------------------------------------------------------------------
+
+    def prepare(self) -> tuple[bytes, dict[bytes, bytes], bytes]:
+        """Everything that can be wrong is found before the first rank starts."""
+        orders = self.orders
+        env = dict(os.environb)
+        env.update((to_bytes(k), to_bytes(v)) for k, v in orders["env"].items())
+        if orders["auto_threads"] and b"OMP_NUM_THREADS" not in env:
+            env[b"OMP_NUM_THREADS"] = b"%d" % max(1, usable_cores() // len(orders["ranks"]))
+        devices = orders["visible_devices"]
+        if devices:
+            name = to_bytes(devices["variable"])
+            env[name] = to_bytes(visible_devices(devices["slots"], env.get(name)))
+        cwd = to_bytes(orders["cwd"])
+        if not os.path.isdir(cwd):
+            raise Refusal(f"no working directory {to_text(cwd)}", "create it, or give launch.cwd")
+        program = find_program(to_bytes(orders["argv"][0]), env.get(b"PATH", os.defpath.encode()), cwd)
+        for item in orders["ranks"]:
+            try:
+                log = Log(to_bytes(item["log"]), functools.partial(self.log_error, item["rank"]))
+            except OSError as error:
+                raise Refusal(
+                    f"cannot write {item['log']}: {error.strerror}", "give another --run-dir"
+                ) from None
+            self.ranks.append(Rank(item, log))
+        return program, env, cwd
+
+    def log_error(self, rank: int, why: str) -> None:
+        self.send("log_error", rank=rank, message=why)
+
+    def start(self, program: bytes, env: dict[bytes, bytes], cwd: bytes) -> None:
+        argv = [to_bytes(word) for word in self.orders["argv"]]
+        libc = ctypes.CDLL(None, use_errno=True)
+        me = os.getpid()
+
+        def before_exec() -> None:
+            libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+            if os.getppid() != me:  # the agent died before the line above
+                os._exit(1)
+
+        for rank in self.ranks:
+            try:
+                rank.process = subprocess.Popen(
+                    argv, executable=program, cwd=cwd, env={**env, **rank.env}, stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+                    start_new_session=True, preexec_fn=before_exec,
+                )  # fmt: skip
+            except OSError as error:
+                raise Refusal(*start_problem(self.orders["argv"][0], error)) from None
+            assert rank.process.stdout and rank.process.stderr
+            rank.alive = True
+            rank.streams = [
+                Stream(rank, "stdout", rank.process.stdout.fileno(), self.take_lines),
+                Stream(rank, "stderr", rank.process.stderr.fileno(), self.take_lines),
+            ]
+            for stream in rank.streams:
+                self.selector.register(stream.fd, selectors.EVENT_READ, stream)
+            self.send("start", rank=rank.number, pid=rank.pid, mono=time.monotonic())
+
+    # --- what is read -------------------------------------------------------------------------
+
+    def read_stream(self, stream: Stream) -> bool:
+        """One chunk; False when there is none now, or none ever again."""
+        try:
+            data = os.read(stream.fd, CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            stream.flush()
+            self.unregister(stream.fd)
+            stream.rank.streams.remove(stream)
+            return False
+        if stream.name == "stdout":  # data for whoever reads it: not a byte is held back
+            self.forward(stream, data)
+        else:
+            self.note_stderr(stream.rank, data)
+        stream.feed(data, time.monotonic())
+        return True
+
+    def take_lines(self, stream: Stream, data: bytes) -> None:
+        stream.rank.log.write(data)
+        if stream.name == "stderr":  # lines of others come in between: never in the middle of one
+            self.forward(stream, data)
+
+    def note_stderr(self, rank: Rank, data: bytes) -> None:
+        rank.tail = (rank.tail + data)[-TAIL:]
+        if rank.show_all:
+            return
+        *lines, rank.error_line = (rank.error_line + data).split(b"\n")
+        rank.error_line = rank.error_line[-CHUNK:]
+        for line in lines:
+            if ERROR_LINE.search(line) and self.unacked <= WINDOW:
+                self.unacked += len(line)
+                self.send("error_line", rank=rank.number, data=to_text(line[:2000]), bytes=len(line))
+
+    def read_stdin(self) -> None:
+        try:
+            data = os.read(0, CHUNK)
+        except (BlockingIOError, InterruptedError):
+            return
+        if not data:
+            self.unregister(0)
+            self.begin_stop(self.orders["failure_grace_s"])
+            return
+        self.feed(data)
+
+    def feed(self, data: bytes) -> None:
+        *lines, self.inbox = (self.inbox + data).split(b"\n")
+        for line in lines:
+            self.obey(json.loads(line.decode("ascii")))
+
+    def obey(self, command: dict[str, Any]) -> None:
+        what = command["command"]
+        if what == "stop":
+            self.begin_stop(command["grace_s"])
+        elif what == "kill":
+            self.begin_stop(0.0)
+            self.kill_at = min(self.kill_at, time.monotonic())
+        elif what == "signal":
+            for rank in self.ranks:
+                if rank.alive:
+                    send_signal(rank.pid, getattr(signal, "SIG" + command["name"]))
+        elif what == "ack":
+            self.unacked -= command["bytes"]
+
+    # --- ends ---------------------------------------------------------------------------------
+
+    def reap(self) -> None:
+        """Collect every ended child; report those that are ranks."""
+        ended = []
+        by_pid = {rank.pid: rank for rank in self.ranks if rank.process is not None}
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            self.asked.discard(pid)
+            if pid in by_pid:
+                code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                ended.append((by_pid[pid], code, usage.ru_maxrss))
+        # Seen at the same instant, a rank that something killed is the cause and one that
+        # complains (an exception, an abort) is the consequence.
+        ended.sort(key=lambda item: item[1] >= 0 or item[1] == -signal.SIGABRT)
+        for rank, code, max_rss_kib in ended:
+            self.report_exit(rank, code, max_rss_kib)
+
+    def report_exit(self, rank: Rank, code: int, max_rss_kib: int) -> None:
+        assert rank.process is not None
+        rank.alive = False
+        rank.process.returncode = code
+        for stream in list(rank.streams):
+            for _ in range(64):  # a child of the rank may hold the pipe and write on and on
+                if not self.read_stream(stream):
+                    break
+            stream.flush()
+        tail = [to_text(line) for line in rank.tail.replace(b"\r", b"\n").split(b"\n") if line.strip()]
+        self.send(
+            "exit", rank=rank.number, pid=rank.pid, code=code, max_rss_kib=max_rss_kib,
+            asked=self.stopping, tail=tail[-TAIL_LINES:], mono=time.monotonic(),
+        )  # fmt: skip
+
+    def begin_stop(self, grace_s: float) -> None:
+        """TERM to each rank itself, KILL after ``grace_s``; a later call can only shorten that.
+
+        Not to its whole group: data-loader workers killed by TERM make a rank
+        fail that is about to write its checkpoint.
+        """
+        self.deadline = min(self.deadline, time.monotonic() + grace_s)
+        if self.stopping:
+            return
+        self.stopping = True
+        for rank in self.ranks:
+            if rank.alive:
+                self.wait_for_shells = self.wait_for_shells or program_name(rank.pid) in SHELLS
+                send_signal(rank.pid, signal.SIGTERM)
+                send_signal(rank.pid, signal.SIGCONT)
+
+    def tick(self, now: float) -> bool:
+        """Advance the ending; True when nothing of ours is left."""
+        for rank in self.ranks:
+            for stream in rank.streams:
+                if stream.pending and now - stream.pending_since >= FLUSH_S:
+                    stream.flush()
+        if any(rank.alive for rank in self.ranks):
+            if now >= self.deadline:
+                for rank in self.ranks:
+                    if rank.alive:
+                        kill_group(rank.pid)
+                self.note_give_up(now)
+            return now >= self.give_up_at
+        return self.clear_leftovers(now)
+
+    def clear_leftovers(self, now: float) -> bool:
+        children = own_children()
+        if not children:
+            return True
+        grace_s = self.orders["failure_grace_s"]
+        if self.settle_at == float("inf"):
+            self.settle_at = now if self.stopping else now + SETTLE_S
+            self.kill_at = min(self.kill_at, self.settle_at + grace_s)
+            if self.stopping and self.wait_for_shells:
+                self.kill_at = max(now, self.deadline)
+        self.kill_at = min(self.kill_at, max(self.deadline, now))
+        if now >= self.settle_at:
+            for pid in children - self.asked:
+                self.asked.add(pid)
+                self.send("leftover", pid=pid, name=program_name(pid))
+                send_signal(pid, signal.SIGTERM)
+                send_signal(pid, signal.SIGCONT)
+        if now >= self.kill_at:
+            for pid in children:
+                send_signal(pid, signal.SIGKILL)
+            self.note_give_up(now)
+        self.left = sorted(children)
+        return now >= self.give_up_at
+
+    def note_give_up(self, now: float) -> None:
+        # A process in uninterruptible sleep (dead NFS, a stuck driver) does not die of KILL.
+        self.give_up_at = min(self.give_up_at, now + UNKILLABLE_S)
+
+    # --- the loop -----------------------------------------------------------------------------
+
+    def unregister(self, fd: int) -> None:
+        try:
+            self.selector.unregister(fd)
+        except KeyError:
+            pass
+
+    def set_reading(self) -> None:
+        """Read a shown rank's pipes only while somebody takes what is shown: plain back-pressure."""
+        paused = self.unacked > WINDOW and not self.stopping and not self.supervisor_gone
+        for rank in self.ranks:
+            for stream in rank.streams if rank.show_all else ():
+                registered = stream.fd in self.selector.get_map()
+                if paused and registered:
+                    self.selector.unregister(stream.fd)
+                elif not paused and not registered:
+                    self.selector.register(stream.fd, selectors.EVENT_READ, stream)
+
+    def set_writing(self, writing: bool) -> None:
+        registered = 1 in self.selector.get_map()
+        if writing and not registered:
+            self.selector.register(1, selectors.EVENT_WRITE, "out")
+        elif not writing and registered:
+            self.selector.unregister(1)
+
+    def timeout(self, now: float) -> float | None:
+        if self.stopping or not any(rank.alive for rank in self.ranks):
+            return TICK_S
+        if any(stream.pending for rank in self.ranks for stream in rank.streams):
+            return FLUSH_S
+        return None
+
+    def serve(self, wake_fd: int) -> None:
+        self.selector.register(0, selectors.EVENT_READ, "in")
+        self.selector.register(wake_fd, selectors.EVENT_READ, "wake")
+        self.feed(b"")  # commands that came together with the orders
+        while not self.tick(time.monotonic()):
+            self.set_reading()
+            self.set_writing(bool(self.outbox))
+            for key, _ in self.selector.select(self.timeout(time.monotonic())):
+                if key.data == "in":
+                    self.read_stdin()
+                elif key.data == "out":
+                    self.write_out()
+                elif key.data == "wake":
+                    os.read(wake_fd, CHUNK)
+                elif key.fd in self.selector.get_map():
+                    self.read_stream(key.data)
+            self.reap()
+
+    def finish(self) -> None:
+        for rank in self.ranks:
+            for stream in list(rank.streams):
+                for _ in range(64):
+                    if not self.read_stream(stream):
+                        break
+                stream.flush()
+        self.send("done", dropped=self.dropped, left=self.left if own_children() else [])
+        if not self.supervisor_gone:
+            os.set_blocking(1, True)
+            self.write_out()
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, cut by the cgroup's CPU quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        with open("/proc/self/cgroup", encoding="utf-8") as stream:
+            path = next(line.split("::", 1)[1].strip() for line in stream if line.startswith("0::"))
+    except (OSError, IndexError):
+        return cores
+    while path:
+        try:
+            with open("/sys/fs/cgroup" + path.rstrip("/") + "/cpu.max", encoding="ascii") as stream:
+                quota, period = stream.read().split()
+            if quota != "max":
+                cores = min(cores, max(1, int(quota) // int(period)))
+        except (OSError, ValueError):
+            pass
+        path = path.rpartition("/")[0]
+    return cores
+
+
+def visible_devices(slots: list[str], inherited: bytes | None) -> str:
+    """The device list of this host's ranks, always within what the scheduler gave us.
+
+    Slots that all are in the inherited list are its ids; otherwise they count positions in it.
+    """
+    if inherited is None:
+        return ",".join(slots)
+    given = [item.strip() for item in to_text(inherited).split(",") if item.strip()]
+    given = given[: given.index("-1")] if "-1" in given else given  # CUDA's own rule
+    if all(slot in given for slot in slots):
+        return ",".join(slots)
+    for slot in slots:
+        if not slot.isdigit() or int(slot) >= len(given):
+            raise Refusal(
+                f"device {slot} is not among the {len(given)} visible here ({','.join(given)})",
+                "use fewer slots, or ask the scheduler for more devices",
+            )
+    return ",".join(given[int(slot)] for slot in slots)
+
+
+def find_program(name: bytes, path: bytes, cwd: bytes) -> bytes:
+    if b"/" in name:
+        candidates = [os.path.join(cwd, name)]
+    else:
+        candidates = [os.path.join(cwd, part, name) for part in path.split(b":")]
+    for candidate in candidates:
+        if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
+            return candidate
+    shown = to_text(name)
+    if any(os.path.isfile(candidate) for candidate in candidates):
+        raise Refusal(f"{shown} is not executable", "chmod +x it, or put its interpreter in front")
+    where = "" if b"/" in name else " in PATH"
+    raise Refusal(f"no program {shown}{where}", "check the first word of the command")
+
+
+def start_problem(program: str, error: OSError) -> tuple[str, str]:
+    if error.errno == errno.ENOEXEC:
+        return f"{program} is not a program this system can run", "give it a #! line, or name its interpreter"
+    if error.errno == errno.E2BIG:
+        return "the arguments and environment are too long for the kernel", "pass long data in a file"
+    return f"cannot start {program}: {error.strerror}", "see the system's message"
+
+
+def own_children() -> set[int]:
+    """Children of this process that have not been reaped (ended ones too)."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as stream:
+            return {int(pid) for pid in stream.read().split()}
+    except OSError:
+        pass
+    mine = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as stream:
+                fields = stream.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid():
+            mine.add(int(name))
+    return mine
+
+
+def program_name(pid: int) -> str:
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:
+        return "?"
+
+
+def send_signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def kill_group(pid: int) -> None:
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def read_orders() -> tuple[dict[str, Any], bytes]:
+    data = b""
+    while b"\n" not in data:
+        more = os.read(0, CHUNK)
+        if not more:
+            sys.exit("dslaunch agent: stdin ended before the orders came")
+        data += more
+    line, _, rest = data.partition(b"\n")
+    orders = json.loads(line.decode("ascii"))
+    if orders.get("protocol") != PROTOCOL:
+        sys.exit(f"dslaunch agent: protocol {orders.get('protocol')!r}, this agent speaks {PROTOCOL}")
+    return orders, rest
+
+
+def wake_on_signals(agent: Agent) -> int:
+    """A descriptor that becomes readable when a child ends or someone asks us to stop."""
+    read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: agent.begin_stop(agent.orders["checkpoint_grace_s"]))
+    return read_fd
+
+
+def main() -> int:
+    orders, rest = read_orders()
+    if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1)) != 0:
+        sys.exit("dslaunch agent: cannot become a subreaper; Linux 3.4 or newer is needed")
+    os.set_blocking(1, False)
+    agent = Agent(orders, rest)
+    wake_fd = wake_on_signals(agent)
+    version = sys.version.split()[0]
+    agent.send("hello", protocol=PROTOCOL, node=os.uname().nodename, pid=os.getpid(), python=version)
+    code = 0
+    try:
+        agent.start(*agent.prepare())
+    except Refusal as refusal:
+        agent.send("refused", message=refusal.message, hint=refusal.hint)
+        agent.begin_stop(agent.orders["failure_grace_s"])
+        code = 3
+    agent.serve(wake_fd)
+    agent.finish()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

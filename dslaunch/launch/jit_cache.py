@@ -1,0 +1,60 @@
+"""Where DeepSpeed's JIT-built ops are kept: apart for every interpreter, version and CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from dslaunch.core.run_dir import cache_dir
+
+
+def torch_extensions_dir(program: str, environ: Mapping[str, str], cwd: str) -> Path:
+    """The TORCH_EXTENSIONS_DIR of ranks that run ``program``.
+
+    An op compiled for one CPU dies of an illegal instruction on an older one,
+    and one compiled for another torch does not load: each gets its own directory.
+    """
+    return cache_dir(dict(environ)) / "torch_extensions" / _key(_interpreter(program, environ, cwd))
+
+
+def _interpreter(program: str, environ: Mapping[str, str], cwd: str) -> str:
+    found = shutil.which(program, path=environ.get("PATH"))
+    return os.path.normpath(os.path.join(cwd, found or program))
+
+
+def _key(interpreter: str) -> str:
+    # Only our own interpreter's packages can be asked without starting it.
+    ours = interpreter == os.path.normpath(sys.executable)
+    versions = [f"{name} {_version(name)}" for name in ("torch", "deepspeed")] if ours else []
+    parts = [interpreter, platform.python_version() if ours else "", *versions, cpu_model()]
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def cpu_model() -> str:
+    """The CPU's name and its instruction set flags, as /proc/cpuinfo gives them."""
+    wanted = {"model name", "flags", "Features", "CPU part"}
+    found: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as stream:
+            for line in stream:
+                name, _, value = line.partition(":")
+                if name.strip() in wanted:
+                    found.setdefault(name.strip(), value.strip())
+                if not line.strip():  # the first core speaks for all
+                    break
+    except OSError:
+        pass
+    return "\n".join([platform.machine(), *(f"{name}={found[name]}" for name in sorted(found))])

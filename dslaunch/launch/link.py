@@ -1,0 +1,119 @@
+"""The supervisor's end of one agent: its process, commands to it, events from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+from dslaunch.core.command import Command
+from dslaunch.core.errors import EnvironmentNotReady
+from dslaunch.core.topology import Host
+
+_CHUNK = 65536
+_KEEP_STDERR = 8192
+
+
+class AgentLink:
+    """One started agent. It runs in its own session: a terminal's Ctrl-C reaches only us."""
+
+    def __init__(self, host: Host, command: Command) -> None:
+        self.host = host
+        self.done = False  # it said so: nothing of its ranks is left
+        self.groups: set[int] = set()  # process groups of ranks that run, for when the agent dies
+        self.stderr = b""
+        self._buffer = b""
+        self._unacked = 0
+        try:
+            self.process = subprocess.Popen(
+                command.argv,
+                env={**os.environ, **command.env},
+                cwd=command.cwd,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EnvironmentNotReady(
+                f"cannot start {command.argv[0]} for host {host.name}: {error.strerror}; nothing was started"
+            ) from error
+        self._write(command.stdin or b"")
+
+    @property
+    def stdout_fd(self) -> int:
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    @property
+    def stderr_fd(self) -> int:
+        assert self.process.stderr is not None
+        return self.process.stderr.fileno()
+
+    def send(self, command: str, **fields: Any) -> None:
+        """Give the agent a command; does nothing where it is gone."""
+        self._write(json.dumps({"command": command, **fields}).encode("ascii") + b"\n")
+
+    def read_events(self) -> Iterator[dict[str, Any]]:
+        """The events in one chunk of its stdout. Lines that are no events (login noise) are skipped.
+
+        Raises EOFError at the end of its stdout.
+        """
+        data = os.read(self.stdout_fd, _CHUNK)
+        if not data:
+            raise EOFError
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict) and isinstance(event.get("event"), str):
+                    yield event
+
+    def read_stderr(self) -> bool:
+        """Keep the end of what the agent (or the way to reach it) complains of; False at its end."""
+        data = os.read(self.stderr_fd, _CHUNK)
+        self.stderr = (self.stderr + data)[-_KEEP_STDERR:]
+        return bool(data)
+
+    def close(self, timeout_s: float) -> None:
+        """End of stdin makes the agent stop its ranks; wait for it, then be sure."""
+        self._close_stdin()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+
+    def kill(self) -> None:
+        """KILL the agent, whose ranks the kernel then kills, and the ranks' process groups."""
+        self.process.kill()
+        self.process.wait()
+        self.kill_groups()
+
+    def kill_groups(self) -> None:
+        """KILL what the ranks of a dead agent started. Call it at once: group numbers get used again."""
+        for group in self.groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        self.groups.clear()
+
+    def _write(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        if self.process.stdin.closed:
+            return
+        try:
+            self.process.stdin.write(data)
+        except OSError:
+            self._close_stdin()
+
+    def _close_stdin(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()

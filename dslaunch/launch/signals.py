@@ -1,0 +1,61 @@
+"""Signals to the launcher, collected to be handled in its loop and never in a handler."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections import deque
+from types import FrameType, TracebackType
+from typing import Any
+
+CANCEL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARD = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class SignalInbox:
+    """While entered, signals land in ``pending`` and make ``fd`` readable.
+
+    INT and HUP that are ignored already (nohup, a background job of a shell
+    script) stay ignored, for the ranks too. Only a main thread can have handlers;
+    elsewhere the inbox stays empty.
+    """
+
+    def __init__(self) -> None:
+        self.pending: deque[int] = deque()
+        self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._old: dict[int, Any] = {}
+        self._old_wakeup = -1
+
+    def __enter__(self) -> SignalInbox:
+        if threading.current_thread() is threading.main_thread():
+            self._old_wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+            for number in (*CANCEL, *FORWARD):
+                if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                    self._old[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        if self._old:
+            signal.set_wakeup_fd(self._old_wakeup)
+        os.close(self.fd)
+        os.close(self._write_fd)
+
+    def wake(self) -> None:
+        """Make ``fd`` readable; for other threads."""
+        with contextlib.suppress(OSError):  # full: it is readable already; closed: nobody waits
+            os.write(self._write_fd, b"\0")
+
+    def drain(self) -> None:
+        """Make ``fd`` unreadable again."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.fd, 4096):
+                pass
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.pending.append(number)

@@ -1,0 +1,23 @@
+"""Text that may hold any bytes: always UTF-8 with surrogateescape inside, whatever the locale."""
+
+from __future__ import annotations
+
+import os
+
+
+def utf8(word: str) -> str:
+    """A word as Python got it from the system (argv, a path), as UTF-8 with surrogateescape."""
+    return os.fsencode(word).decode("utf-8", "surrogateescape")
+
+
+def utf8_environ() -> dict[str, str]:
+    """This process' environment as such text."""
+    return {
+        name.decode("utf-8", "surrogateescape"): value.decode("utf-8", "surrogateescape")
+        for name, value in os.environb.items()
+    }
+
+
+def printable(text: str) -> str:
+    """For a message: bytes that are no UTF-8 become backslash escapes."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

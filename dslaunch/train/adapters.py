@@ -1,0 +1,103 @@
+"""LoRA and DoRA adapters: from the plan to peft, and proof that they are trained."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+
+from dslaunch.core.errors import ConfigError, DslaunchError
+from dslaunch.core.plan import AdapterPlan
+
+ALL_LINEAR = "all-linear"
+
+
+def lora_config(adapter: AdapterPlan) -> Any:
+    """The peft ``LoraConfig`` of an adapter plan."""
+    from peft import LoraConfig
+
+    targets: Any = ALL_LINEAR if adapter.target_modules == (ALL_LINEAR,) else list(adapter.target_modules)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=adapter.r,
+        lora_alpha=adapter.lora_alpha,  # peft types it int and takes any number
+        lora_dropout=adapter.lora_dropout,
+        target_modules=targets,
+        use_rslora=adapter.use_rslora,
+        use_dora=adapter.type == "dora",
+        modules_to_save=list(adapter.modules_to_save) or None,
+    )
+
+
+def add_adapter(model: Any, adapter: AdapterPlan) -> tuple[Any, str]:
+    """Wrap ``model`` with a new adapter; all else is frozen. Returns it with a line for the user.
+
+    The adapter has the dtype of the model: DeepSpeed keeps fp32 masters of it.
+    Raises ConfigError, with the names that would match, where a name in
+    ``target_modules`` or ``modules_to_save`` matches nothing.
+    """
+    from peft import get_peft_model
+
+    check_targets(model, adapter)
+    wrapped = get_peft_model(model, lora_config(adapter), autocast_adapter_dtype=False)
+    count = len({name.rsplit(".lora_", 1)[0] for name, _ in wrapped.named_parameters() if ".lora_A." in name})
+    if count == 0:
+        raise _no_match("adapter.target_modules", " ".join(adapter.target_modules), linear_names(model))
+    return wrapped, f"{adapter.type} adapter of rank {adapter.r} on {count} layers"
+
+
+def check_targets(model: Any, adapter: AdapterPlan) -> None:
+    """Each name must match a module: peft itself only minds when none of them does."""
+    names = [name for name, _ in model.named_modules()]
+    for key, wanted in (
+        ("adapter.target_modules", adapter.target_modules),
+        ("adapter.modules_to_save", adapter.modules_to_save),
+    ):
+        for target in wanted:
+            if target != ALL_LINEAR and not any(n == target or n.endswith(f".{target}") for n in names):
+                raise _no_match(key, target, linear_names(model))
+
+
+def linear_names(model: Any) -> list[str]:
+    """The last part of the name of every linear layer, each once, sorted."""
+    return sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
+
+
+def _no_match(key: str, target: str, candidates: list[str]) -> ConfigError:
+    near = difflib.get_close_matches(target, candidates, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"give names of this model, or {ALL_LINEAR}"
+    return ConfigError(
+        f"{key}: {target!r} matches no layer of the model; it has {', '.join(candidates)}", hint=hint
+    )
+
+
+class GradientWitness:
+    """Watches the first backward passes and tells which trained parameters never got a gradient.
+
+    A frozen embedding under gradient checkpointing, or a layer that the
+    forward never runs, leaves adapters untrained without a word.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._unseen = {name for name, p in model.named_parameters() if p.requires_grad}
+        self._hooks = [
+            p.register_hook(self._hook(name)) for name, p in model.named_parameters() if p.requires_grad
+        ]
+
+    def _hook(self, name: str) -> Any:
+        def seen(_: torch.Tensor) -> None:
+            self._unseen.discard(name)
+
+        return seen
+
+    def check(self) -> None:
+        """Stop watching. Raises DslaunchError naming parameters without a gradient."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._unseen:
+            some = sorted(self._unseen)
+            raise DslaunchError(
+                f"no gradient reached {len(some)} trained parameters in the first step, e.g. {some[0]}",
+                hint="the forward pass does not use these layers: leave them out of adapter.target_modules",
+            )

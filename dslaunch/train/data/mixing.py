@@ -1,0 +1,59 @@
+"""How many samples of each source an epoch has, and which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dslaunch.core.errors import ConfigError
+from dslaunch.core.plan import DataSource
+from dslaunch.train.data.order import seeded_permutation
+
+
+def resolve_weights(sources: Sequence[DataSource]) -> list[float] | None:
+    """The sources' weights as shares that add up to 1; None where no source has one.
+
+    Raises ConfigError when only some sources have a weight, or one is not positive.
+    """
+    weights = [source.weight for source in sources]
+    if all(weight is None for weight in weights):
+        return None
+    shares = []
+    for source, weight in zip(sources, weights, strict=True):
+        if weight is None:
+            raise ConfigError(
+                f"data source {source.path} has no weight, but others have",
+                hint="set weight on every source, or on none to see each sample once",
+            )
+        if not 0 < weight < float("inf"):
+            raise ConfigError(f"data source {source.path} has weight {weight}; it must be a positive number")
+        shares.append(weight)
+    return [share / sum(shares) for share in shares]
+
+
+def draw_counts(total: int, shares: Sequence[float]) -> list[int]:
+    """Split ``total`` by ``shares`` into whole numbers that add up to it (largest remainders first)."""
+    exact = [total * share for share in shares]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def draw_mix(sizes: Sequence[int], counts: Sequence[int], seed: int) -> npt.NDArray[np.int64]:
+    """Which samples an epoch has: ids into the sources laid end to end, [sum(counts)], in seeded order.
+
+    Of each source, ``counts[i]`` samples without replacement; once every sample
+    was taken, again from all of them.
+    """
+    parts, start = [], 0
+    for index, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        rounds = -(-count // size)
+        drawn = [seeded_permutation(size, seed, "mix", index, turn) for turn in range(rounds)]
+        parts.append(start + np.concatenate([np.empty(0, np.int64), *drawn])[:count])
+        start += size
+    together = np.concatenate(parts)
+    return together[seeded_permutation(len(together), seed, "mix order")]

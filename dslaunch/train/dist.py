@@ -1,0 +1,161 @@
+"""Joining the other ranks, and the few collectives that the training code uses by name.
+
+Everything here goes through ``torch.distributed`` after DeepSpeed has set it up, and
+must be called by every rank: a collective that one rank leaves out stops them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dslaunch.core.errors import EXIT_HOST_LOST, ConfigError, EnvironmentNotReady, LaunchFailed
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others. ``device`` is where its tensors live."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+
+def read_rank_environment() -> tuple[int, int, int]:
+    """(rank, world_size, local_rank) from the environment that a launcher sets.
+
+    Raises EnvironmentNotReady where a variable is missing, ConfigError where one is no number.
+    """
+    missing = [name for name in RANK_VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise EnvironmentNotReady(
+            f"this process was not started by a launcher: {', '.join(missing)} not set",
+            hint="start it with `dslaunch launch`, `deepspeed` or `torchrun`",
+        )
+    numbers = []
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        text = os.environ[name]
+        if not text.isdecimal():
+            raise ConfigError(f"environment variable {name} is {text!r}, not a number")
+        numbers.append(int(text))
+    return numbers[0], numbers[1], numbers[2]
+
+
+def init_world(*, timeout_s: float = 1800.0) -> World:
+    """Join the process group (gloo on a CPU, NCCL on GPUs). Safe to call again.
+
+    ``timeout_s`` bounds the rendezvous and each later collective. What DeepSpeed prints
+    while it joins is held back: stdout is for data.
+    Raises EnvironmentNotReady where the other ranks cannot be reached or the
+    communication op of DeepSpeed cannot be built.
+    """
+    rank, world_size, local_rank = read_rank_environment()
+    from dslaunch.train.jit_ops import prepare_ops
+
+    with hold_deepspeeds_prints():
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        if not torch.distributed.is_initialized():
+            prepare_ops()
+            try:
+                deepspeed.init_distributed(
+                    auto_mpi_discovery=False, timeout=datetime.timedelta(seconds=timeout_s), verbose=False
+                )
+            except RuntimeError as error:  # DistNetworkError, DistStoreError and their kin
+                address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                raise EnvironmentNotReady(
+                    f"rank {rank} could not join {world_size} ranks at {address}: {first_line(error)}",
+                    hint="see that every rank started and that the address is reachable from all hosts",
+                ) from error
+    accelerator = get_accelerator()
+    device = torch.device(
+        accelerator.device_name(local_rank) if accelerator.device_name() != "cpu" else "cpu"
+    )
+    if device.type != "cpu":
+        accelerator.set_device(local_rank)
+    return World(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
+
+
+@contextlib.contextmanager
+def hold_deepspeeds_prints() -> Iterator[None]:
+    """Keep what DeepSpeed prints off stdout, which is for data.
+
+    It is dropped when all goes well and shown on stderr when not; with
+    ``DSLAUNCH_VERBOSE`` set it goes to stderr at once.
+    """
+    if os.environ.get("DSLAUNCH_VERBOSE"):
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        return
+    held = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(held):
+            yield
+    except BaseException:
+        sys.stderr.write(held.getvalue())
+        raise
+
+
+def barrier(what: str, *, timeout_s: float = 1800.0) -> None:
+    """Wait until every rank has come to ``what``.
+
+    With gloo a rank that does not come within ``timeout_s`` is named in a LaunchFailed;
+    other backends have only the time-out of the process group.
+    """
+    if torch.distributed.get_backend() != "gloo":
+        torch.distributed.barrier()
+        return
+    try:
+        torch.distributed.monitored_barrier(
+            timeout=datetime.timedelta(seconds=timeout_s), wait_all_ranks=True
+        )
+    except RuntimeError as error:
+        raise LaunchFailed(
+            f"not every rank reached {what} within {timeout_s:g} s: {first_line(error)}",
+            exit_code=EXIT_HOST_LOST,
+            hint="see the logs of the missing ranks",
+        ) from error
+
+
+def all_reduce_sum(values: Sequence[float], device: torch.device) -> list[float]:
+    """Element-wise sum of ``values`` over all ranks, in float64. Waits for the result."""
+    vector = torch.tensor(values, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(vector)
+    return [float(value) for value in vector.tolist()]
+
+
+def all_agree(verdict: bool, device: torch.device) -> bool:
+    """True on every rank if ``verdict`` is True on all of them, else False on every rank."""
+    failures = all_reduce_sum([0.0 if verdict else 1.0], device)
+    return failures[0] == 0.0
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """``value`` of every rank, in rank order, on every rank. For small Python objects."""
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+def shutdown() -> None:
+    """Leave the process group, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,125 @@
+"""Cures for what DeepSpeed does wrong at run time, one function each.
+
+Each takes the live DeepSpeed engine right after ``deepspeed.initialize`` and changes
+that one instance. Nothing here patches a class or a module, but for
+:func:`permit_emulated_fp16`. What is cured, the evidence, and how to see when
+upstream has mended it: docs/upstream.md. Checked against DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+
+def permit_emulated_fp16() -> bool:
+    """Let DeepSpeed run fp16 on a CPU that has no fp16 instructions. For tests and debugging.
+
+    The accelerator answers for the whole process, so this one is process-wide.
+    Returns whether anything had to be changed.
+    Source: runtime/engine.py ``_do_sanity_check``, accelerator/cpu_accelerator.py.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.is_fp16_supported():
+        return False
+    accelerator.is_fp16_supported = lambda: True
+    return True
+
+
+def delay_loss_scale_growth(ds: Any) -> None:
+    """F2: on the step where the loss scale grows, unscale by the scale that was used.
+
+    ``_update_scale`` runs before the gradients are unscaled, so a growth halves that
+    update (and, at stage 3, the reported norm). Here a good step's update of the scale
+    waits until ``optimizer.step`` has returned; an overflow passes through at once.
+    The wrapper sits on the optimizer, never on its ``loss_scaler``: that object is
+    pickled into checkpoints and replaced when one is loaded.
+    Source: runtime/zero/stage_1_and_2.py and stage3.py, ``step``.
+    """
+    optimizer = ds.optimizer
+    update_scale = optimizer._update_scale
+    step = optimizer.step
+    waiting = False
+
+    @functools.wraps(update_scale)
+    def update_or_wait(has_overflow: bool = False) -> None:
+        nonlocal waiting
+        if has_overflow:
+            update_scale(has_overflow)
+        else:
+            waiting = True
+
+    @functools.wraps(step)
+    def step_then_update(closure: Any = None) -> Any:
+        nonlocal waiting
+        waiting = False
+        result = step(closure)
+        if waiting:
+            update_scale(False)
+        return result
+
+    optimizer._update_scale = update_or_wait
+    optimizer.step = step_then_update
+
+
+def name_the_stage_in_bf16_checkpoints(ds: Any) -> None:
+    """F12: make stage 1's bf16 checkpoints with fp32 accumulation readable by ``zero_to_fp32``.
+
+    For these two settings DeepSpeed takes its BF16_Optimizer, whose state lacks the one
+    key by which its own converter knows a ZeRO checkpoint; all else is there.
+    Source: runtime/bf16_optimizer.py ``state_dict``, utils/zero_to_fp32.py ``parse_optim_states``.
+    """
+    from deepspeed.checkpoint.constants import ZERO_STAGE
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    optimizer = ds.optimizer
+    if not isinstance(optimizer, BF16_Optimizer) or ds.zero_optimization_stage() != 1:
+        return
+    state_dict = optimizer.state_dict
+
+    @functools.wraps(state_dict)
+    def state_dict_with_stage() -> dict[str, Any]:
+        return {ZERO_STAGE: 1, **state_dict()}
+
+    optimizer.state_dict = state_dict_with_stage
+
+
+def check_gradients_at_fp32_stage_0(ds: Any) -> None:
+    """F8: fp32 at stage 0 learns to report its norm and to skip a step with inf or nan in it.
+
+    There DeepSpeed hands the plain torch optimizer to the user: no check, and
+    ``get_global_grad_norm()`` is None. The engine asks the optimizer for ``overflow``
+    and ``_global_grad_norm`` if it has them (runtime/engine.py ``_take_model_step``);
+    so they are given to it, and its step does nothing after an overflow.
+    :func:`measure_fp32_stage_0` must be called before each ``ds.step`` at a boundary.
+    """
+    optimizer = ds.optimizer
+    step = optimizer.step
+
+    @functools.wraps(step)  # keeps the mark that torch's schedulers look for
+    def step_unless_overflow(*args: Any, **kwargs: Any) -> Any:
+        return None if optimizer.overflow else step(*args, **kwargs)
+
+    optimizer.overflow = False
+    optimizer._global_grad_norm = 0.0
+    optimizer.step = step_unless_overflow
+
+
+def measure_fp32_stage_0(ds: Any) -> None:
+    """Put the norm and the verdict of this step on the optimizer. Waits for the gradients.
+
+    The gradients are already averaged over the ranks, so each rank finds the same
+    number. float16 autocast still has its scale on them at this point.
+    """
+    scaler = ds.torch_autocast_z0_gradscaler
+    scale = scaler.get_scale() if scaler else 1.0
+    grads = [p.grad for p in ds.module.parameters() if p.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm(grads)) / scale if grads else 0.0
+    ds.optimizer.overflow = not math.isfinite(norm)
+    # ZeRO reports inf for nan as well; so that the same step reads the same at every stage.
+    ds.optimizer._global_grad_norm = math.inf if ds.optimizer.overflow else norm

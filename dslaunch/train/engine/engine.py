@@ -1,0 +1,288 @@
+"""The engine: one DeepSpeed engine, its cures, and a step that reports what it did."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dslaunch.core.errors import ConfigError, Diverged
+from dslaunch.train.dist import hold_deepspeeds_prints, init_world
+from dslaunch.train.engine import cures, ds_config
+from dslaunch.train.engine.result import StepResult
+from dslaunch.train.engine.window import Window
+
+Note = Callable[[str], None]
+
+
+class Engine:
+    """A DeepSpeed engine whose updates are what the mathematics says. See :func:`initialize`.
+
+    ``deepspeed`` is the engine beneath, for what is not wrapped here.
+    """
+
+    def __init__(self, ds: Any, *, precision: str, notes: tuple[str, ...] = ()) -> None:
+        self.deepspeed = ds
+        self.precision = precision
+        self.notes = notes
+        self._window = Window(ds.device)
+        plain = not (ds.zero_optimization() or ds.fp16_enabled() or ds.bfloat16_enabled())
+        self._checks_fp32 = plain and ds.optimizer is not None
+        if self._checks_fp32:
+            cures.check_gradients_at_fp32_stage_0(ds)
+        elif ds.fp16_enabled() and hasattr(ds.optimizer, "_update_scale"):
+            cures.delay_loss_scale_growth(ds)
+        cures.name_the_stage_in_bf16_checkpoints(ds)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, through DeepSpeed's hooks."""
+        return self.deepspeed(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of a micro-batch's loss, with DeepSpeed's meaning.
+
+        The gradient is the mean over the micro-batches of the window and over the
+        ranks. ``loss``: a scalar; it is taken to fp32 before it is scaled. For token
+        losses of unequal counts use :meth:`backward_token_sum`.
+        """
+        loss = loss.float()
+        share = 1.0 / (self.gradient_accumulation_steps * self.world_size)
+        self._window.add(loss.detach() * share, num_tokens=None)
+        self.deepspeed.backward(loss)
+
+    def backward_token_sum(self, loss_sum: torch.Tensor, *, num_tokens: int) -> None:
+        """Backward of a sum over tokens so that the window's gradient is the global token mean.
+
+        ``loss_sum``: scalar, this micro-batch's loss summed over its supervised tokens;
+        with none, a zero that has a graph. ``num_tokens``: supervised tokens of the
+        whole window over **all** ranks and micro-batches, the same on every rank and in
+        every call of the window. Raises ConfigError where it is not positive,
+        ValueError where it changes inside a window.
+
+        DeepSpeed averages over the W data-parallel ranks, so the sum is multiplied by
+        W / num_tokens and its division by the accumulation steps is turned off.
+        """
+        if num_tokens < 1:
+            raise ConfigError(
+                f"step {self.global_step}: {num_tokens} supervised tokens in the whole batch",
+                hint="see that the data has answers to train on and that they are not cut off by max_length",
+            )
+        loss_sum = loss_sum.float()
+        self._window.add(loss_sum.detach() / num_tokens, num_tokens=num_tokens)
+        self.deepspeed.backward(loss_sum * (self.world_size / num_tokens), scale_wrt_gas=False)
+
+    def step(self, *, flag: bool = False) -> StepResult | None:
+        """End a micro-batch; at the end of the window, update the weights. Every rank must call it.
+
+        Returns None inside a window. ``flag`` travels with the window's one all-reduce:
+        ``StepResult.flag`` is True on every rank if any rank set it.
+
+        The order inside a boundary step is DeepSpeed's, mended: reduce (done by the last
+        backward), finite check over all ranks, norm, unscale and clip, optimizer,
+        loss scale, learning rate. A skipped step moves neither weights nor schedule.
+        Raises Diverged (on every rank) where gradients overflow at the minimum loss scale.
+        """
+        ds = self.deepspeed
+        self._window.flag(flag)
+        if not ds.is_gradient_accumulation_boundary():
+            ds.step()
+            return None
+        lr, loss_scale, num_tokens = self.lr, self.loss_scale, self._window.num_tokens
+        window = self._window.reduce()
+        if self._checks_fp32:
+            cures.measure_fp32_stage_0(ds)
+        self._step_deepspeed()
+        skipped = not ds.was_step_applied()
+        reason = "overflow" if self.precision == "fp16" else "non-finite gradient"
+        return StepResult(
+            step=self.global_step,
+            lr=lr,
+            loss_scale=loss_scale,
+            skip_reason=reason if skipped else None,  # type: ignore[arg-type]
+            num_tokens=num_tokens,
+            gradient_clipping=float(ds.gradient_clipping()),
+            grad_norm=ds.get_global_grad_norm(),
+            window=window,
+        )
+
+    def _step_deepspeed(self) -> None:
+        try:
+            self.deepspeed.step()
+        except Exception as error:
+            # runtime/fp16/loss_scaler.py raises a bare Exception with this text.
+            if type(error) is not Exception or "loss scale already at minimum" not in str(error):
+                raise
+            raise Diverged(
+                f"step {self.global_step}: the gradients overflow fp16 even at the minimum loss scale "
+                f"{self.loss_scale:g}",
+                hint="use bf16 (or fp32) where the device has it, or a lower learning rate",
+            ) from error
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model, without DeepSpeed around it (partitioned at stage 3)."""
+        module: torch.nn.Module = self.deepspeed.module
+        return module
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's optimizer, whose ``param_groups`` hold the learning rates."""
+        return self.deepspeed.optimizer
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.deepspeed.device)
+
+    @property
+    def rank(self) -> int:
+        return int(self.deepspeed.global_rank)
+
+    @property
+    def world_size(self) -> int:
+        """The data-parallel size: the W of every formula."""
+        return int(self.deepspeed.dp_world_size)
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage that runs: 1 for 16-bit at stage 0 (see the notes)."""
+        return int(self.deepspeed.zero_optimization_stage())
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return int(self.deepspeed.gradient_accumulation_steps())
+
+    @property
+    def global_step(self) -> int:
+        """Windows finished so far, skipped ones included; restored by a checkpoint."""
+        return int(self.deepspeed.global_steps)
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self.deepspeed.skipped_steps)
+
+    @property
+    def lr(self) -> float:
+        """The rate of the first parameter group that the next step will use."""
+        return float(self.deepspeed.optimizer.param_groups[0]["lr"])
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale; 1.0 without fp16."""
+        scaler = self.deepspeed.torch_autocast_z0_gradscaler
+        if scaler:
+            return float(scaler.get_scale())
+        return (
+            float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0)) if self.precision == "fp16" else 1.0
+        )
+
+    def train(self, mode: bool = True) -> None:
+        """Switch dropout and the like on (or off)."""
+        self.deepspeed.train(mode)
+
+    def eval(self) -> None:
+        self.deepspeed.eval()
+
+
+def initialize(
+    model: torch.nn.Module,
+    config: Mapping[str, Any] | str | Path,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    lr_scheduler: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    *,
+    allow_emulated_fp16: bool = False,
+    on_note: Note | None = None,
+    **more: Any,
+) -> Engine:
+    """``deepspeed.initialize`` with the faults of DeepSpeed 0.19.8 cured or refused.
+
+    ``config``: a dict or the path of a ds_config.json; it is not changed. ``optimizer``,
+    ``lr_scheduler``, ``model_parameters`` and ``more`` as DeepSpeed takes them; without
+    ``model_parameters`` all that require a gradient are trained; without any optimizer the
+    engine only runs forward. Joins the process group
+    if that has not been done (``dslaunch.train.dist.init_world``). ``on_note`` gets each
+    thing that was changed, in words; without it rank 0 prints them on stderr.
+    ``allow_emulated_fp16``: run fp16 on a CPU without fp16 instructions (slow, for tests).
+
+    Raises ConfigError for a config that DeepSpeed refuses or would run wrong,
+    EnvironmentNotReady where the ranks cannot be joined.
+    """
+    world = init_world()
+    settings = ds_config.load_ds_config(config)
+    notes = _prepare(settings, optimizer, allow_emulated_fp16)
+    settings, note = ds_config.run_16bit_stage_0_as_stage_1(settings, _optimizer_name(optimizer))
+    notes += [note] if note else []
+    for text in notes:
+        _tell(text, on_note, world.rank)
+    trains = optimizer is not None or ds_config.optimizer_type(settings) is not None
+    if trains and model_parameters is None and not isinstance(optimizer, torch.optim.Optimizer):
+        model_parameters = [p for p in model.parameters() if p.requires_grad]
+        if not model_parameters:
+            raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+    ds = _deepspeed_initialize(
+        model=model,
+        config=ds_config.quiet(settings),
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        model_parameters=model_parameters,
+        **more,
+    )
+    return Engine(ds, precision=ds_config.precision_of(settings), notes=tuple(notes))
+
+
+def _prepare(settings: dict[str, Any], optimizer: Any, allow_emulated_fp16: bool) -> list[str]:
+    """Refuse what cannot run right; returns notes on what was permitted."""
+    if ds_config.is_enabled(settings, "fp16") and ds_config.is_enabled(settings, "bf16"):
+        raise ConfigError("fp16.enabled and bf16.enabled are both true", hint="turn one of them off")
+    ds_config.zero_stage_of(settings)  # raises for a stage that is none
+    ds_config.refuse_fp16_autocast_under_zero(settings)
+    if ds_config.precision_of(settings) != "fp16":
+        return []
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().is_fp16_supported():
+        return []
+    if not allow_emulated_fp16:
+        raise ConfigError(
+            f"fp16 on this {get_accelerator().device_name()}: it has no fp16 instructions",
+            hint="use bf16 or fp32",
+        )
+    cures.permit_emulated_fp16()
+    return ["fp16 is emulated on this CPU: right, but slow; for tests and debugging only"]
+
+
+def _deepspeed_initialize(**arguments: Any) -> Any:
+    import deepspeed
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    refusals = (AssertionError, ValueError, TypeError, NotImplementedError, ZeRORuntimeException)
+    try:
+        with hold_deepspeeds_prints():
+            return deepspeed.initialize(**arguments)[0]
+    except refusals as error:
+        raise ConfigError(
+            f"DeepSpeed {deepspeed.__version__} refuses this configuration: {_one_line(error)}"
+        ) from error
+
+
+def _one_line(error: BaseException) -> str:
+    """An error's text on one line; pydantic's says only in the lines after the first what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(lines[:3]) if lines else type(error).__name__
+
+
+def _optimizer_name(optimizer: Any) -> str | None:
+    """The name of a client optimizer: of its class, or of the callable that will make it."""
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer).__name__ if optimizer is not None else None
+    return str(getattr(getattr(optimizer, "func", optimizer), "__name__", type(optimizer).__name__))
+
+
+def _tell(text: str, on_note: Note | None, rank: int) -> None:
+    if on_note is not None:
+        on_note(text)
+    elif rank == 0:
+        print(f"note: {text}", file=sys.stderr)

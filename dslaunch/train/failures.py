@@ -1,0 +1,132 @@
+"""What a rank says when it fails: one sentence, once, with the right exit code."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from dslaunch.core.errors import (
+    EXIT_HOST_LOST,
+    EXIT_OUR_BUG,
+    Diverged,
+    DslaunchError,
+    EnvironmentNotReady,
+    LaunchFailed,
+)
+from dslaunch.core.events import JsonlWriter, utc_now
+from dslaunch.core.run_dir import RunDir
+
+_PEER_LOST = (
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "socket timeout",
+    "broken pipe",
+    "timed out waiting",
+    "nccl communicator was aborted",
+)
+
+
+def explain(error: Exception) -> DslaunchError:
+    """The error as a sentence for the user. What we do not know is our bug (70)."""
+    if isinstance(error, DslaunchError):
+        return error
+    text = " ".join(str(error).split())
+    lower = text.lower()
+    if "loss scale already at minimum" in lower:
+        return Diverged(
+            "the gradients overflow even at the minimum loss scale: training has diverged",
+            hint="use precision bf16 if the hardware has it, or lower optimizer.lr",
+        )
+    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in lower:
+        return EnvironmentNotReady(
+            f"out of memory: {text[:200]}",
+            hint="lower train_micro_batch_size_per_gpu, set model.gradient_checkpointing: true, "
+            "or raise zero_optimization.stage",
+        )
+    if isinstance(error, RuntimeError) and any(sign in lower for sign in _PEER_LOST):
+        return LaunchFailed(
+            "this rank lost the connection to another one",
+            exit_code=EXIT_HOST_LOST,
+            hint="the cause is in the log of the rank that failed first",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        where = f" ({error.filename})" if error.filename else ""
+        return EnvironmentNotReady(f"cannot write the run's files: {error.strerror}{where}")
+    return DslaunchError(
+        f"internal error: {type(error).__name__}: {text[:500]}",
+        hint="this is our bug; the traceback is in logs/ of the run directory",
+    )
+
+
+def report_failure(error: Exception, *, rank: int, run_dir: Path | None, since: str) -> int:
+    """Print what went wrong, unless rank 0 has said the same; returns the exit code.
+
+    Every rank's failure is an event ``rank_error``, which is also how the ranks
+    learn of each other's: it works before they are connected and after.
+    ``since``: when this process started (UTC), to tell its run from earlier ones.
+    """
+    told = explain(error)
+    _record(told, rank, run_dir)
+    if told.exit_code == EXIT_OUR_BUG:
+        _keep_traceback(error, rank, run_dir)
+    if rank == 0:
+        print(told.format(), file=sys.stderr, flush=True)
+    elif not (run_dir is not None and _rank_0_said(told.message, run_dir, since)):
+        print(f"rank {rank}: {told.format()}", file=sys.stderr, flush=True)
+    if os.environ.get("DSLAUNCH_DEBUG"):
+        traceback.print_exception(error)
+    return told.exit_code
+
+
+def _record(error: DslaunchError, rank: int, run_dir: Path | None) -> None:
+    if run_dir is None:
+        return
+    try:
+        writer = JsonlWriter(RunDir(run_dir).events)
+        writer.write("rank_error", rank=rank, exit_code=error.exit_code, message=error.message)
+        writer.close()
+    except OSError:  # a full disk must not hide the error itself
+        pass
+
+
+def _rank_0_said(message: str, run_dir: Path, since: str) -> bool:
+    deadline = time.monotonic() + 1.0
+    while True:
+        if any(e.get("rank") == 0 and e.get("message") == message for e in _rank_errors(run_dir, since)):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+
+
+def _rank_errors(run_dir: Path, since: str) -> list[dict[str, object]]:
+    try:
+        lines = RunDir(run_dir).events.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    events = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if event.get("kind") == "rank_error" and str(event.get("time", "")) >= since:
+            events.append(event)
+    return events
+
+
+def _keep_traceback(error: Exception, rank: int, run_dir: Path | None) -> None:
+    if run_dir is None:
+        return
+    try:
+        path = RunDir(run_dir).logs / f"rank-{rank}.traceback"
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(f"{utc_now()}\n{''.join(traceback.format_exception(error))}\n")
+    except OSError:
+        pass

@@ -1,0 +1,133 @@
+"""A .gguf file as an ordinary Hugging Face directory, made once and kept in the cache.
+
+transformers reads a .gguf slowly (every rank parses it anew), refuses to save
+what it read, and loads it whole on every rank under ZeRO-3. So the first
+process that needs the file writes it as safetensors, with its tokenizer, and
+everything else reads that.
+"""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.train.publish import new_directory
+
+_COMPLETE = "dslaunch-source.json"  # written last: a directory without it is not used
+
+
+def convert_gguf(path: Path, dtype: torch.dtype, models_dir: Path) -> Path:
+    """The Hugging Face directory of the .gguf file ``path`` at ``dtype``; converts it where needed.
+
+    ``models_dir`` holds all conversions; each is keyed by the file's content,
+    the dtype and the versions of the libraries that read it. Several processes
+    may call this at once: one converts, the others wait for it.
+    Raises ConfigError where the file cannot be read as a causal language model,
+    EnvironmentNotReady where the disk is too small or cannot be written.
+    """
+    if not path.is_file():
+        raise ConfigError(f"no model file {path}")
+    target = models_dir / f"{path.stem}-{_key(path, dtype)}"
+    if (target / _COMPLETE).exists():
+        return target
+    try:
+        models_dir.mkdir(parents=True, exist_ok=True)
+        with _exclusive(models_dir / f".{target.name}.lock"):
+            if not (target / _COMPLETE).exists():
+                _convert_into(path, dtype, target)
+    except OSError as error:
+        raise EnvironmentNotReady(
+            f"cannot keep the converted {path.name} in {models_dir}: {error.strerror or error}",
+            hint="set DSLAUNCH_CACHE to a directory with room for the model",
+        ) from error
+    return target
+
+
+def _key(path: Path, dtype: torch.dtype) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    parts = [str(dtype), *(f"{name} {version(name)}" for name in ("transformers", "gguf", "torch"))]
+    digest.update("\n".join(parts).encode())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _exclusive(lock: Path) -> Iterator[None]:
+    # flock is let go by the kernel when its holder dies, so a killed converter blocks nobody.
+    with lock.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _convert_into(path: Path, dtype: torch.dtype, target: Path) -> None:
+    print(f"converting {path.name} to safetensors ({dtype}), once", file=sys.stderr, flush=True)
+    model, tokenizer = _read_gguf(path, dtype)
+    _check_room(model, target.parent)
+    with new_directory(target) as scratch:
+        _unquantized(model).save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        (scratch / _COMPLETE).write_text(json.dumps({"source": str(path)}) + "\n", encoding="utf-8")
+
+
+def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=dtype)
+    except ImportError as error:
+        raise EnvironmentNotReady(
+            f"reading {path.name} needs another package: {error}", hint="pip install gguf"
+        ) from error
+    except Exception as error:  # the readers raise whatever they trip over in a broken file
+        raise ConfigError(
+            f"{path} cannot be read as a language model: {type(error).__name__}: {error}",
+            hint="the file may be cut short, or of an architecture that transformers does not know",
+        ) from error
+    return model, tokenizer
+
+
+def _unquantized(model: Any) -> Any:
+    """The same weights in a model that was never quantized: transformers refuses to save the other."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        fresh = type(model)(config)
+    fresh.load_state_dict(model.state_dict(), strict=True, assign=True)
+    _assign_buffers(fresh, model)
+    fresh.tie_weights()
+    fresh.generation_config = model.generation_config
+    return fresh
+
+
+def _assign_buffers(fresh: Any, model: Any) -> None:
+    # Buffers outside the state dict (rotary tables) would stay on the meta device.
+    for name, buffer in model.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        fresh.get_submodule(owner)._buffers[leaf] = buffer
+
+
+def _check_room(model: Any, directory: Path) -> None:
+    needed = sum(p.numel() * p.element_size() for p in model.parameters())
+    free = shutil.disk_usage(directory).free
+    if free < needed * 1.05:
+        raise EnvironmentNotReady(
+            f"{directory} has {free / 2**30:.1f} GiB free; the converted model takes "
+            f"{needed / 2**30:.1f} GiB",
+            hint="set DSLAUNCH_CACHE to a directory with more room",
+        )

@@ -1,0 +1,204 @@
+"""The training loop: windows of micro-batches, their numbers, evaluations, checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dslaunch.core.errors import EXIT_OK, EXIT_STOPPED_AT_CHECKPOINT
+from dslaunch.core.plan import RunPlan
+from dslaunch.core.run_dir import RunDir
+from dslaunch.train.adapters import GradientWitness
+from dslaunch.train.checkpoint import save_checkpoint
+from dslaunch.train.corpus import Corpus
+from dslaunch.train.data.sampler import BatchSchedule
+from dslaunch.train.dist import World
+from dslaunch.train.engine import Engine, StepResult
+from dslaunch.train.evaluate import EvalResult, eval_batches, run_evaluation
+from dslaunch.train.objectives.sft import SftObjective
+from dslaunch.train.report import Report
+from dslaunch.train.stopping import StopRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything the loop works with.
+
+    ``extra`` goes into each checkpoint; ``keep_alive`` is only held (see ``LoadedModel``).
+    """
+
+    plan: RunPlan
+    world: World
+    engine: Engine
+    objective: SftObjective
+    train: Corpus
+    evaluation: Corpus | None
+    schedule: BatchSchedule
+    report: Report
+    stop: StopRequest
+    extra: dict[str, Any]
+    keep_alive: tuple[Any, ...] = ()
+
+
+@dataclass
+class _Interval:
+    """The steps since the last line of metrics.jsonl. Results stay unread until it is written."""
+
+    results: list[StepResult] = field(default_factory=list)
+    num_tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def loss(self) -> float:
+        """The mean per supervised token over all steps of the interval."""
+        total = sum(r.num_tokens or 0 for r in self.results)
+        return sum(r.loss * (r.num_tokens or 0) for r in self.results) / total
+
+
+def run_training(job: Job, first_step: int) -> int:
+    """Train from ``first_step`` to the end or to a request to stop; the exit code of this rank. Collective.
+
+    Each step's data and denominator come from the schedule alone, so a resumed
+    run continues as if it had never stopped. A stop request of any rank stops
+    all of them after the same step, at a checkpoint.
+    """
+    total = job.schedule.total_steps
+    job.report.event("train_start", step=first_step, total_steps=total, num_units=len(job.train))
+    if first_step == 0:
+        _evaluate(job, 0)
+    witness = GradientWitness(job.engine.module) if job.plan.adapter is not None else None
+    interval = _Interval()
+    for step in range(first_step, total):
+        result = _train_step(job, step)
+        if witness is not None:
+            witness.check()
+            witness = None
+        done = step + 1
+        stopping = result.flag and done < total
+        interval = _report_step(job, interval, step, result, force=stopping or done == total)
+        if _is_due(job.plan.output.eval_steps, done) or done == total:
+            _evaluate(job, done)
+        if _is_due(job.plan.output.save_steps, done) or done == total or stopping:
+            _save(job, done)
+        if stopping:
+            return _stopped(job, done, total)
+    job.report.event("train_end", step=total)
+    job.report.say(f"done: {total} steps, checkpoint step-{total}")
+    return EXIT_OK
+
+
+def _train_step(job: Job, step: int) -> StepResult:
+    """One accumulation window. The number of micro-batches is the same on all ranks."""
+    num_tokens = job.train.count_supervised(job.schedule.window_units(step))
+    result: StepResult | None = None
+    for units in job.schedule.micro_batches(step, job.world.rank):
+        loss = job.objective.token_loss(job.train.batch(units))
+        job.engine.backward_token_sum(loss.sum, num_tokens=num_tokens)
+        result = job.engine.step(flag=job.stop.requested)
+    assert result is not None, "a schedule's window is DeepSpeed's accumulation window"
+    return result
+
+
+def _report_step(job: Job, interval: _Interval, step: int, result: StepResult, *, force: bool) -> _Interval:
+    """Write the interval's line where one is due; returns the interval to go on with."""
+    if result.skipped:
+        _report_skip(job, step, result)
+    units = job.schedule.window_units(step)
+    interval.results.append(result)
+    interval.num_tokens += job.train.count_tokens(units)
+    done = step + 1
+    if not (done % job.plan.output.logging_steps == 0 or force):
+        return interval
+    loss, norm = interval.loss, result.grad_norm  # waits for the device
+    seconds = time.monotonic() - interval.started
+    speed = interval.num_tokens / max(seconds, 1e-9)
+    job.report.metrics(
+        "train",
+        done,
+        epoch=round(job.schedule.epoch(done), 4),
+        loss=loss,
+        grad_norm=norm,
+        grad_norm_clipped=result.grad_norm_clipped,
+        lr=result.lr,
+        loss_scale=result.loss_scale,
+        skipped=result.skipped,
+        num_supervised_tokens=sum(r.num_tokens or 0 for r in interval.results),
+        num_tokens=interval.num_tokens,
+        tokens_per_s=round(speed, 1),
+        seconds=round(seconds, 3),
+        data_digest=data_digest(units),
+    )
+    job.report.say(
+        f"step {done}/{job.schedule.total_steps}  loss {loss:.4f}  grad_norm {norm:.4g}  "
+        f"lr {result.lr:.3g}  {speed:.0f} tokens/s"
+    )
+    return _Interval()
+
+
+def _report_skip(job: Job, step: int, result: StepResult) -> None:
+    job.report.event(
+        "step_skipped",
+        step=step + 1,
+        reason=result.skip_reason,
+        loss_scale=result.loss_scale,
+        next_loss_scale=job.engine.loss_scale,
+    )
+    job.report.say(f"step {step + 1} skipped: {result.skip_reason}; the weights are as before")
+
+
+def data_digest(units: np.ndarray[Any, Any]) -> str:
+    """A short name for which units a step used, in which order: equal digests, equal data."""
+    return hashlib.sha256(np.ascontiguousarray(units, dtype="<i8").tobytes()).hexdigest()[:12]
+
+
+def _evaluate(job: Job, step: int) -> EvalResult | None:
+    corpus = job.evaluation
+    if corpus is None:
+        return None
+    started = time.monotonic()
+    batches = eval_batches(
+        corpus.packs,
+        corpus.lengths,
+        micro_batch_size=job.plan.batch.train_micro_batch_size_per_gpu,
+        rank=job.world.rank,
+        world_size=job.world.world_size,
+        collate_units=corpus.batch,
+    )
+    result = run_evaluation(job.engine, job.objective, batches, job.world.device)
+    job.report.metrics(
+        "eval",
+        step,
+        loss=result.loss,
+        perplexity=result.perplexity,
+        num_supervised_tokens=result.num_tokens,
+        seconds=round(time.monotonic() - started, 3),
+    )
+    job.report.say(
+        f"eval at step {step}: held-out loss {result.loss:.4f} over {result.num_tokens} answer tokens"
+    )
+    return result
+
+
+def _save(job: Job, step: int) -> Path:
+    root = RunDir(Path(job.plan.launch.run_dir)).checkpoints
+    started = time.monotonic()
+    path = save_checkpoint(job.engine, root, step, extra=job.extra, keep=job.plan.output.save_total_limit)
+    job.report.event(
+        "checkpoint_saved", step=step, path=str(path), seconds=round(time.monotonic() - started, 3)
+    )
+    return path
+
+
+def _stopped(job: Job, done: int, total: int) -> int:
+    job.report.event("train_stopped", step=done, total_steps=total)
+    job.report.say(f"stopped at step {done} of {total}, at a checkpoint: --resume goes on from there")
+    return EXIT_STOPPED_AT_CHECKPOINT
+
+
+def _is_due(every: int | None, done: int) -> bool:
+    return every is not None and done % every == 0

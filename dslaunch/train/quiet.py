@@ -1,0 +1,28 @@
+"""Keeps the libraries from talking over the run: what matters is said by us, once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+
+def quiet_libraries() -> None:
+    """No progress bars, no info lines, no deprecation warnings of transformers, peft and DeepSpeed.
+
+    Errors of theirs still show. ``DSLAUNCH_VERBOSE=1`` leaves everything as it is.
+    """
+    if os.environ.get("DSLAUNCH_VERBOSE"):
+        return
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DS_LOG_LEVEL", "error")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for name in ("DeepSpeed", "peft", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)

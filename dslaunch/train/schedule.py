@@ -1,0 +1,74 @@
+"""The learning rate as a function of the optimizer steps that were really taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from dslaunch.core.errors import ConfigError
+from dslaunch.core.plan import SchedulerPlan
+
+
+def warmup_steps(scheduler: SchedulerPlan, total_steps: int) -> int:
+    """The number of warm-up steps, from ``warmup_steps`` or ``warmup_ratio`` (rounded up).
+
+    Raises ConfigError where the warm-up is longer than the training.
+    """
+    if scheduler.warmup_steps is not None:
+        steps = scheduler.warmup_steps
+    else:
+        steps = math.ceil((scheduler.warmup_ratio or 0.0) * total_steps)
+    if steps > total_steps:
+        raise ConfigError(
+            f"scheduler.warmup_steps {steps} is more than the {total_steps} steps of the training",
+            hint=f"use at most {total_steps}, or set scheduler.warmup_ratio instead",
+        )
+    return steps
+
+
+def lr_lambda(scheduler: SchedulerPlan, total_steps: int) -> Callable[[int], float]:
+    """The factor on the learning rate for applied step 0, 1, ... ``total_steps - 1``.
+
+    Warm-up of w steps: 1/w, 2/w, ... 1, so the first step is never taken at rate 0.
+    Then ``constant`` stays at 1; ``linear`` and ``cosine`` start at 1 in the last step
+    of the warm-up (step 0 without one) and would be at ``min_lr_ratio`` in step
+    ``total_steps``, one after the last: no step is wasted at rate 0. Past the end the
+    factor stays at ``min_lr_ratio``.
+
+    Raises ConfigError where ``total_steps`` < 1 or the warm-up is longer than that.
+    Source of the shapes: transformers.optimization, with its warm-up moved by one step.
+    """
+    if total_steps < 1:
+        raise ConfigError(f"the training has {total_steps} steps; at least one is needed")
+    warmup = warmup_steps(scheduler, total_steps)
+    peak = max(warmup - 1, 0)
+    low = scheduler.min_lr_ratio
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if scheduler.type == "constant":
+            return 1.0
+        progress = min((step - peak) / (total_steps - peak), 1.0)
+        if scheduler.type == "linear":
+            return 1.0 - (1.0 - low) * progress
+        return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    return factor
+
+
+def build_scheduler_factory(scheduler: SchedulerPlan, total_steps: int) -> Callable[[Optimizer], LambdaLR]:
+    """What ``initialize(lr_scheduler=...)`` takes: DeepSpeed calls it with its basic optimizer.
+
+    Each parameter group keeps its own base rate; the factor is the same for all.
+    DeepSpeed advances the schedule only after a step that was applied.
+    """
+    factor = lr_lambda(scheduler, total_steps)
+
+    def build(optimizer: Optimizer) -> LambdaLR:
+        return LambdaLR(optimizer, factor)
+
+    return build

@@ -1,0 +1,22 @@
+"""``dslaunch export`` as typed: exit codes, messages, JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dslaunch.cli.main import main
+
+
+def test_no_checkpoint_is_one_sentence_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), "-o", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert "neither a checkpoint (step-N) nor a run directory" in captured.err
+    assert captured.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "somewhere"]) == 2
+    assert "--output" in capsys.readouterr().err

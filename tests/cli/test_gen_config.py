@@ -1,0 +1,157 @@
+"""dslaunch gen-config as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dslaunch.cli.main import main
+
+RUN = "model: org/model\ndata: {train: org/data}\ntrain_batch_size: 8\noptimizer: {lr: 1e-4}\n"
+
+
+@pytest.fixture(autouse=True)
+def cpu_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The tests do not depend on the accelerators of the machine that runs them."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.chdir(tmp_path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(["gen-config", *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def config(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    code, out, err = run(capsys, *argv)
+    assert code == 0, err
+    value: dict[str, Any] = json.loads(out)
+    return value
+
+
+def test_from_a_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(RUN)
+    code, out, err = run(capsys, "run.yaml", "--precision", "fp32")
+    assert code == 0
+    assert json.loads(out)["optimizer"]["params"]["lr"] == 1e-4
+    assert "note: run.yaml:4: optimizer.lr: read 1e-4 as the number 0.0001" in err
+    assert "note: train_micro_batch_size_per_gpu 8 (largest power of two up to 8" in err
+
+
+def test_from_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    found = config(
+        capsys, "--num-nodes", "2", "--num-gpus-per-node", "8", "--gpu", "a100-80g", "--zero-stage", "3",
+        "--train-batch-size", "256", "--lr", "3e-4", "--optimizer", "AdamW", "--gradient-clipping", "0",
+        "--model", "org/model", "--set", "optimizer.params.weight_decay=0.1",
+    )  # fmt: skip
+    assert (found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]) == (8, 2)
+    assert found["bf16"] == {"enabled": True}
+    assert found["zero_optimization"]["stage"] == 3
+    assert found["gradient_clipping"] == 0
+    assert found["optimizer"]["params"] == {
+        "lr": 3e-4,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+    }
+
+
+def test_sizes_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    found = config(
+        capsys, "--precision", "fp16", "--gpu", "v100,a100", "--num-gpus-per-node", "4",
+        "--train-micro-batch-size-per-gpu", "3", "--gradient-accumulation-steps", "5",
+    )  # fmt: skip
+    assert found["train_batch_size"] == 60
+    assert found["fp16"]["loss_scale"] == 0
+
+
+def test_a_hostfile_gives_the_world_size(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("hosts").write_text("a slots=4\nb slots=2\n")
+    found = config(capsys, "--hostfile", "hosts", "--gpu", "h100", "--train-batch-size", "12")
+    assert (found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]) == (2, 1)
+    found = config(
+        capsys, "--hostfile", "hosts", "--include", "a:0,1@b", "--gpu", "h100", "--train-batch-size", "12"
+    )
+    assert (found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]) == (1, 3)
+
+
+def test_stdin(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dslaunch", "gen-config", "-"],
+        input=("\ufeff" + RUN + "sede: 3\n").encode(),
+        capture_output=True,
+        timeout=60,
+        env={"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "DS_ACCELERATOR": "cpu"},
+    )
+    assert done.returncode == 2
+    assert done.stdout == b""
+    assert b"Error: <stdin>:5: unknown key sede; did you mean seed?" in done.stderr
+
+
+def test_output_never_overwrites_without_force(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--train-batch-size", "8", "--precision", "fp32", "-o", "ds.json")
+    assert run(capsys, *flags)[:2] == (0, "")
+    before = Path("ds.json").read_text()
+    code, _, err = run(capsys, *flags, "--zero-stage", "1")
+    assert (code, Path("ds.json").read_text()) == (2, before)
+    assert "ds.json exists already; nothing was written" in err
+    assert run(capsys, *flags, "--zero-stage", "1", "--force")[0] == 0
+    assert json.loads(Path("ds.json").read_text())["zero_optimization"]["stage"] == 1
+    code, _, err = run(capsys, *flags[:-1], "none/ds.json")
+    assert code == 3
+    assert "cannot write none/ds.json" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([], "no batch size is given"),
+        (
+            ["--train-batch-size", "8", "--num-nodes", "2", "--num-gpus-per-node", "2"],
+            "hint: name them with --gpu",
+        ),
+        (["--train-batch-size", "9", "--num-gpus-per-node", "2"], "hint: use train_batch_size 8 or 10"),
+        (
+            ["--train-batch-size", "8", "--zero-stage", "4"],
+            "--zero-stage: zero_optimization.stage: 4 is not one of",
+        ),
+        (["--train-batch-size", "8", "--precision", "fp8"], "--precision: precision: fp8 is not one of"),
+        (["--train-batch-size", "8", "--optimizer", "Adamw"], "did you mean AdamW?"),
+        (["--train-batch-size", "8", "--gpu", "a101"], "unknown device 'a101'"),
+        (["--train-batch-size", "8", "--hostfile", "none"], "--hostfile: hostfile not found"),
+        (["--train-batch-size", "0"], "--train-batch-size: train_batch_size: 0 is not > 0"),
+        (["--train-batch-size", "eight"], "'eight' is not a valid integer"),
+        (["--train-batch-size", "8", "--lr", "nan"], "--lr: optimizer.lr: nan is not"),
+        (["--train-batch-size", "8", "--precision", "fp16"], "neither AVX512-FP16 nor AMX-FP16"),
+        (["--train-batch-size", "8", "--set", "seed=3"], "--set: unknown key seed"),
+        (["--train-batch-size", "8", "--set", "optimizer.lr"], "not of the form key=value"),
+        (["nowhere.yaml"], "run file not found: nowhere.yaml"),
+    ],
+)
+def test_errors_are_sentences_with_exit_code_2(
+    capsys: pytest.CaptureFixture[str], argv: list[str], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dslaunch.core import devices
+
+    monkeypatch.setattr(devices, "_probe_cpu", lambda root: devices.lookup_device("cpu"))
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert part in err
+    assert "Traceback" not in err
+
+
+def test_the_problems_of_flags_and_file_come_together(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(RUN + "zero_optimization: {stage: 1, sub_group_size: 5}\n")
+    code, _, err = run(
+        capsys, "run.yaml", "--num-gpus-per-node", "3", "--precision", "fp32", "--optimizer", "Lion"
+    )
+    assert code == 2
+    assert "run.yaml:3: train_batch_size 8 is not a multiple of world_size 3" in err
+    assert "run.yaml:5: zero_optimization.sub_group_size acts at stage 3 only" in err
+    assert "--optimizer: optimizer.type Lion: DeepSpeed has it for GPUs only" in err

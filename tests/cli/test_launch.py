@@ -1,0 +1,262 @@
+"""`dslaunch launch` as a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dslaunch.core.plan import to_json
+from tests.launch.plans import run_plan
+
+HELLO = ("--", sys.executable, "-S", "-c", "import os; print('rank', os.environ['RANK'])")
+
+
+def dslaunch(
+    *argv: str, cwd: Path, command: Sequence[str] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dslaunch", "launch", *argv, *command],
+        cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def error_of(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def record(run_dir: Path, *argv: str) -> Path:
+    """A run directory with the plan of a training run whose ranks run ``argv``."""
+    run_dir.mkdir()
+    plan = run_plan(run_dir, argv=argv)
+    (run_dir / "plan.json").write_text(json.dumps(to_json(plan)))
+    return run_dir / "plan.json"
+
+
+def test_the_run_directory(tmp_path: Path) -> None:
+    done = dslaunch("--num-gpus-per-node", "2", command=HELLO, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "rank 0\n"
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert f"run directory {run_dir}\n" in done.stderr
+    assert {path.name for path in run_dir.iterdir()} == {
+        ".lock", "plan.json", "hostfile", "launch.sh", "logs", "checkpoints", "events.jsonl",
+    }  # fmt: skip
+
+
+def test_runs_of_the_same_second_get_directories_of_their_own(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "dslaunch", "launch", "--num-gpus-per-node", "1", "--", "true"]
+    started = [subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.DEVNULL) for _ in range(4)]
+    assert [process.wait(60) for process in started] == [0] * 4
+    assert len(list((tmp_path / "runs").iterdir())) == 4
+
+
+def test_dry_run_shows_the_object_and_writes_nothing(tmp_path: Path) -> None:
+    argv = ("--num-gpus-per-node", "2", "--env", "A=b c", "--env", "HF_TOKEN", "--dry-run")
+    command = ("--", "echo", "it's", "$HOME")
+    shown = dslaunch(*argv, command=command, cwd=tmp_path, HF_TOKEN="s3cret")
+    assert shown.returncode == 0, shown.stderr
+    assert """  echo 'it'"'"'s' '$HOME'\n""" in shown.stdout
+    assert "  A='b c'\n" in shown.stdout
+    as_json = dslaunch(*argv, "--json", command=command, cwd=tmp_path, HF_TOKEN="s3cret")
+    value = json.loads(as_json.stdout)
+    assert value["schema_version"] == 1
+    assert value["plan"]["launch"]["argv"] == ["echo", "it's", "$HOME"]
+    assert [rank["env"]["RANK"] for rank in value["hosts"][0]["ranks"]] == ["0", "1"]
+    assert "s3cret" not in shown.stdout + shown.stderr + as_json.stdout + as_json.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_secret_reaches_the_rank_and_no_file(tmp_path: Path) -> None:
+    code = (
+        "import os; assert os.environ['HF_TOKEN'] == 's3' + 'cret' and os.environ['MY_API_KEY'] == 'k' + '3y'"
+    )
+    options = ("--num-gpus-per-node", "1", "--run-dir", "r", "--env", "HF_TOKEN", "--env", "MY_API_KEY=k3y")
+    done = dslaunch(*options, command=("--", sys.executable, "-c", code), cwd=tmp_path, HF_TOKEN="s3cret")
+    assert done.returncode == 0, done.stderr
+    files = [path for path in (tmp_path / "r").rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cret" in path.read_bytes() or b"k3y" in path.read_bytes()]
+    assert json.loads((tmp_path / "r" / "plan.json").read_text())["launch"]["secret_env"] == [
+        "HF_TOKEN", "MY_API_KEY",
+    ]  # fmt: skip
+
+
+def test_json_is_one_object_on_stdout(tmp_path: Path) -> None:
+    command = ("--", "bash", "-c", "echo said; exit $((RANK * 3))")
+    done = dslaunch("--num-gpus-per-node", "2", "--json", "--run-dir", "r", command=command, cwd=tmp_path)
+    value = json.loads(done.stdout)
+    assert done.returncode == value["exit_code"] == 3
+    assert value["first_failure"] == {"rank": 1, "host": "localhost", "code": 3}
+    assert {rank["rank"] for rank in value["ranks"]} == {0, 1}
+    assert "said" in done.stderr
+
+
+def test_an_existing_run_directory_is_refused(tmp_path: Path) -> None:
+    options = ("--num-gpus-per-node", "1", "--run-dir", "r")
+    assert dslaunch(*options, command=HELLO, cwd=tmp_path).returncode == 0
+    before = (tmp_path / "r" / "events.jsonl").read_bytes()
+    text = error_of(dslaunch(*options, command=HELLO, cwd=tmp_path))
+    assert "exists already; nothing was started" in text
+    assert "--resume" in text
+    assert (tmp_path / "r" / "events.jsonl").read_bytes() == before
+
+
+def test_resuming_a_command(tmp_path: Path) -> None:
+    options = ("--num-gpus-per-node", "1", "--run-dir", "r")
+    assert dslaunch(*options, command=HELLO, cwd=tmp_path).returncode == 0
+    assert dslaunch(*options, "--resume", command=HELLO, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "r" / "logs" / "rank-0.log").read_text() == "rank 0\nrank 0\n"
+    text = error_of(dslaunch(*options, "--resume", command=("--", "true"), cwd=tmp_path))
+    assert "the run of another command" in text
+    text = error_of(
+        dslaunch("--num-gpus-per-node", "1", "--run-dir", "no", "--resume", command=HELLO, cwd=tmp_path)
+    )
+    assert "no run to resume" in text
+
+
+def test_a_recorded_plan_starts_anew_beside_it(tmp_path: Path) -> None:
+    plan = record(tmp_path / "old", "bash", "-c", 'echo "$@"', "bash", "--plan", f"{tmp_path}/old/plan.json")
+    done = dslaunch("--plan", str(plan), cwd=Path("/"))
+    assert done.returncode == 0, done.stderr
+    (new,) = [path for path in tmp_path.iterdir() if path.name != "old"]
+    assert new.name.startswith("tiny-")
+    assert done.stdout == f"--plan {new}/plan.json\n"
+    assert (new / "ds_config.json").exists()
+
+
+def test_a_recorded_training_run_is_resumed_in_place(tmp_path: Path) -> None:
+    plan = record(tmp_path / "old", "bash", "-c", 'echo "$@"', "bash", "--plan", f"{tmp_path}/old/plan.json")
+    (tmp_path / "old").rename(tmp_path / "moved")
+    moved = tmp_path / "moved" / plan.name
+    done = dslaunch("--plan", str(moved), "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"--plan {moved} --resume\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((), "give one of: a run file"),
+        (("run.yaml", "--", "true"), "give one of: a run file"),
+        (("--",), "there is no command to run"),
+        (("--", ""), "there is no command to run"),
+        (("--set", "seed=1", "--", "true"), "--set changes a run file"),
+        (("--hostfile", "h", "--", "true"), "go with a run file"),
+        (("--num-gpus-per-node", "0", "--", "true"), "at least 1"),
+        (("--master-port", "70000", "--", "true"), "a port is 1 to 65535"),
+        (("--", "true"), "say it: --num-gpus-per-node 2"),
+        (("--num-gpus-per-node", "1", "--env", "=x", "--", "true"), "write NAME=VALUE"),
+        (("--num-gpus-per-node", "1", "--env", "RANK=3", "--", "true"), "RANK is set by dslaunch"),
+        (("--num-gpus-per-node", "1", "--resume", "--", "true"), "--resume needs the run directory"),
+        (("--plan", "no/plan.json"), "no plan at"),
+        (("no-such-run.yaml",), "no-such-run.yaml"),
+    ],
+)
+def test_what_makes_no_sense_starts_and_writes_nothing(
+    tmp_path: Path, argv: tuple[str, ...], words: str
+) -> None:
+    assert words in error_of(dslaunch(*argv, cwd=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_secret_that_is_not_set(tmp_path: Path) -> None:
+    options = ("--num-gpus-per-node", "1", "--env", "NOT_SET_HERE")
+    text = error_of(dslaunch(*options, command=HELLO, cwd=tmp_path), 3)
+    assert "NOT_SET_HERE is to be passed to the ranks but is not set here" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    text = error_of(
+        dslaunch("--num-gpus-per-node", "1", "--run-dir", "file/r", command=HELLO, cwd=tmp_path), 3
+    )
+    assert "cannot write the run directory" in text
+
+
+def test_resume_proposes_the_newest_run(tmp_path: Path) -> None:
+    for stamp in ("20260101T000000Z", "20260301T000000Z", "20260201T000000Z"):
+        path = tmp_path / "runs" / f"train-{stamp}"
+        path.mkdir(parents=True)
+        (path / "plan.json").touch()
+    (tmp_path / "runs" / "other-20270101T000000Z").mkdir()
+    options = ("--num-gpus-per-node", "1", "--resume")
+    text = error_of(dslaunch(*options, command=("--", "python", "train.py"), cwd=tmp_path))
+    assert f"--run-dir {tmp_path}/runs/train-20260301T000000Z is the newest run of train" in text
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A run file whose "python" only prints what it is asked to run."""
+    fake = tmp_path / "fake python"
+    fake.write_text('#!/bin/sh\necho "$@"\n')
+    fake.chmod(0o755)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "data.jsonl").write_text('{"text": "x"}\n')
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "model: {path: ./model}\ndata: {train: data.jsonl}\noptimizer: {type: AdamW, lr: 0.001}\n"
+        "max_steps: 3\ntrain_batch_size: 4\ncluster: {num_gpus_per_node: 2, gpu: cpu}\n"
+        "launch: {python: ./fake python}\n"
+    )
+    return path
+
+
+def test_a_run_file_starts_our_worker(tmp_path: Path, run_file: Path) -> None:
+    done = dslaunch("mine.yaml", "--run-dir", "r", "--env", "A=b", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"-m dslaunch.train.worker --plan {tmp_path}/r/plan.json\n"
+    plan = json.loads((tmp_path / "r" / "plan.json").read_text())
+    assert plan["launch"]["env"] == {"A": "b"}
+    assert json.loads((tmp_path / "r" / "ds_config.json").read_text()) == plan["ds_config"]
+    again = subprocess.run(["bash", tmp_path / "r" / "launch.sh", "--run-dir", "again"], cwd=tmp_path,
+                           capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert again.stdout == f"-m dslaunch.train.worker --plan {tmp_path}/again/plan.json\n", again.stderr
+
+
+def test_resuming_a_run_file(tmp_path: Path, run_file: Path) -> None:
+    assert dslaunch("mine.yaml", "--run-dir", "r", cwd=tmp_path).returncode == 0
+    done = dslaunch("mine.yaml", "--run-dir", "r", "--resume", "--set", "output.save_steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"-m dslaunch.train.worker --plan {tmp_path}/r/plan.json --resume\n"
+    plan = json.loads((tmp_path / "r" / "plan.json").read_text())
+    assert plan["output"]["save_steps"] == 2
+    assert "--resume" not in plan["launch"]["argv"]
+    changed = dslaunch("mine.yaml", "--run-dir", "r", "--resume", "--set", "optimizer.lr=0.002", cwd=tmp_path)
+    text = error_of(changed)
+    assert "optimizer.lr: recorded 0.001, now 0.002" in text
+    assert "nothing was started" in text
+
+
+def test_resuming_a_run_file_needs_its_directory(tmp_path: Path, run_file: Path) -> None:
+    assert dslaunch("mine.yaml", cwd=tmp_path).returncode == 0
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    text = error_of(dslaunch("mine.yaml", "--resume", cwd=tmp_path))
+    assert f"--run-dir {run_dir} is the newest run of mine" in text
+
+
+def test_dry_run_of_a_run_file_writes_nothing(tmp_path: Path, run_file: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    done = dslaunch("mine.yaml", "--run-dir", "r", "--dry-run", "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["plan"]["batch"]["train_batch_size"] == 4
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
+    options = ("--num-gpus-per-node", "1", "--run-dir", "r")
+    command = ("--", "bash", "-c", "echo x >> started")
+    assert dslaunch(*options, command=command, cwd=tmp_path).returncode == 0
+    (tmp_path / "r" / "events.jsonl").unlink()
+    (tmp_path / "r" / "events.jsonl").mkdir()
+    text = error_of(dslaunch(*options, "--resume", command=command, cwd=tmp_path), 3)
+    assert "cannot write the run directory" in text
+    assert "nothing was started" in text
+    assert (tmp_path / "started").read_text() == "x\n"

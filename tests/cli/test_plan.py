@@ -1,0 +1,97 @@
+"""dslaunch plan: each value with reason and source, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dslaunch.cli.main import main
+from dslaunch.cli.options import load_and_resolve
+from dslaunch.core.errors import ConfigError
+from dslaunch.core.plan import RunPlan, from_json
+
+RUN = """\
+name: first
+model: org/model
+data: {train: org/data}
+train_batch_size: 8
+cluster: {num_gpus_per_node: 2}
+precision: fp32
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    return tmp_path
+
+
+def test_one_line_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "--set", "seed=7"]) == 0
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()}
+    assert lines["seed"].split() == ["7", "--set"]
+    assert lines["precision"].split() == ["fp32", "run.yaml:6"]
+    assert lines["zero_stage"].split() == ["2", "default"]
+    assert "train_batch_size 8 / (micro batch 4 x world_size 2)" in lines["batch.gradient_accumulation_steps"]
+    assert lines["launch.topology"].startswith("localhost slots 0,1")
+
+
+def test_json_holds_the_plan_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "--json", "--run-dir", "out"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    plan = from_json(RunPlan, report["plan"])
+    assert report["schema_version"] == 1
+    assert report["world_size"] == 2
+    assert report["precision"] == {"value": "fp32", "reason": "as written"}
+    assert report["batch"] == {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+    }
+    assert report["zero_stage"] == plan.zero_stage == plan.ds_config["zero_optimization"]["stage"]
+    assert plan.launch.run_dir == str(Path("out").resolve())
+
+
+def test_it_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml"]) == 0
+    assert [path.name for path in here.iterdir()] == ["run.yaml"]
+
+
+def test_the_run_directory_follows_flag_file_environment_default(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_and_resolve("run.yaml").launch.run_dir.startswith(str(here / "runs" / "first-"))
+    monkeypatch.setenv("DSLAUNCH_RUNS", str(here / "elsewhere"))
+    assert load_and_resolve("run.yaml").launch.run_dir.startswith(str(here / "elsewhere" / "first-"))
+    (here / "sub").mkdir()
+    (here / "sub/run.yaml").write_text(RUN + "output: {run_dir: mine}\n")
+    assert load_and_resolve("sub/run.yaml").launch.run_dir == str(here / "sub/mine")
+    assert load_and_resolve("sub/run.yaml", run_dir="flag").launch.run_dir == str(here / "flag")
+
+
+def test_the_name_is_the_files_unless_given(here: Path) -> None:
+    (here / "my run, v2.yaml").write_text(RUN.replace("name: first\n", ""))
+    assert load_and_resolve("my run, v2.yaml").name == "my-run-v2"
+
+
+def test_flags_beat_the_file(here: Path) -> None:
+    plan = load_and_resolve("run.yaml", num_gpus_per_node=4, set_=("precision=bf16",))
+    assert (plan.batch.world_size, plan.precision) == (4, "bf16")
+    assert plan.origins["precision"].source == "--set"
+
+
+def test_a_missing_hostfile_from_a_flag(here: Path) -> None:
+    with pytest.raises(ConfigError, match="--hostfile: hostfile not found"):
+        load_and_resolve("run.yaml", hostfile="none")
+
+
+def test_errors_have_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "--set", "optimizer.lrr=1"]) == 2
+    err = capsys.readouterr().err
+    assert err == (
+        "Error: --set: unknown key optimizer.lrr; did you mean lr?\n\nhint: write lr in place of lrr\n"
+    )

@@ -1,0 +1,362 @@
+"""Reading a run file: every problem at once, with line, key and what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dslaunch.config.load import Override, load_flags, load_run_file, parse_override
+from dslaunch.core.errors import ConfigError, ConfigErrors
+from tests.config.build import SMALL, load
+
+
+def problems(text: str, *overrides: str) -> list[tuple[str, str | None]]:
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides)
+    assert caught.value.exit_code == 2
+    found = caught.value.problems if isinstance(caught.value, ConfigErrors) else [caught.value]
+    return [(problem.message, problem.hint) for problem in found]
+
+
+def only(text: str, *overrides: str) -> tuple[str, str | None]:
+    (problem,) = problems(text, *overrides)
+    return problem
+
+
+def test_the_smallest_file() -> None:
+    loaded = load(SMALL)
+    assert loaded.spec.model.path == "org/model"
+    assert loaded.spec.data.train[0].path == "org/data"
+    assert loaded.positions["train_batch_size"] == "run.yaml:3"
+    assert loaded.where("data.train[0].split") == "run.yaml:2: "
+    assert loaded.where("optimizer.lr") == ""
+    assert loaded.notes == ()
+
+
+def test_all_problems_at_once_in_file_order() -> None:
+    found = problems(
+        """\
+modle: org/model
+data: {train: org/data, max_length: 1}
+optimizer:
+  lr: "1e-5"
+  typ: AdamW
+seed: 1.5
+seed: 2
+fp16: {hysteresis: -2}
+zero_optimization: {stage: 7}
+"""
+    )
+    assert [message for message, _ in found] == [
+        "model is missing",
+        "run.yaml:1: unknown key modle; did you mean model?",
+        "run.yaml:2: data.max_length: 1 is not >= 2",
+        'run.yaml:4: optimizer.lr: "1e-5" is text because it is quoted; a number is meant',
+        "run.yaml:5: unknown key optimizer.typ; did you mean type?",
+        "run.yaml:6: seed: 1.5 is not a whole number",
+        "run.yaml:7: seed is given twice, first in line 6",
+        "run.yaml:8: fp16.hysteresis: -2 is not > 0",
+        "run.yaml:9: zero_optimization.stage: 7 is not one of 0, 1, 2, 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "value"),
+    [
+        ("optimizer: {lr: 1e-5}", "optimizer.lr", 1e-05),
+        ("optimizer: {lr: 2E-4}", "optimizer.lr", 2e-04),
+        ("optimizer: {params: {eps: 1e-8}}", "optimizer.params.eps", 1e-08),
+        ("zero_optimization: {reduce_bucket_size: 5e8}", "zero_optimization.reduce_bucket_size", 500_000_000),
+        (
+            "zero_optimization: {allgather_bucket_size: 2e+8}",
+            "zero_optimization.allgather_bucket_size",
+            200_000_000,
+        ),
+        ("fp16: {loss_scale: 1e3}", "fp16.loss_scale", 1000.0),
+        ("max_steps: 1e3", "max_steps", 1000),
+    ],
+)
+def test_a_number_that_yaml_reads_as_text_is_read_with_a_note(written: str, key: str, value: float) -> None:
+    loaded = load(SMALL + written + "\n")
+    found = loaded.spec
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+    (note,) = loaded.notes
+    assert note.startswith(f"run.yaml:4: {key}: read ")
+
+
+def test_a_large_float_with_an_exponent_is_a_whole_number_where_one_is_meant() -> None:
+    assert (
+        load(SMALL + "zero_optimization: {sub_group_size: 1.0e+9}\n").spec.zero_optimization.sub_group_size
+        == 10**9
+    )
+
+
+def test_numbers_in_raw_overrides_are_numbers_too() -> None:
+    loaded = load(SMALL + 'deepspeed:\n  aio: {block_size: 1e6}\n  x: "1e6"\n  list: [1e-3, a]\n')
+    assert loaded.spec.deepspeed == {"aio": {"block_size": 1_000_000}, "x": "1e6", "list": (1e-3, "a")}
+    assert len(loaded.notes) == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "message", "hint"),
+    [
+        (
+            "seed: '8'",
+            'seed: "8" is text because it is quoted; a whole number is meant',
+            "remove the quotes: seed: 8",
+        ),
+        ("seed: yes", "seed: YAML reads yes as true, where a whole number is meant", "write a whole number"),
+        ("seed: 010", "seed: 010 is not a whole number", None),
+        ("seed: 1:30", "seed: 1:30 is not a whole number", None),
+        ("seed: .inf", "seed: .inf is not a whole number", None),
+        ("seed:", "seed: an empty value is not a whole number", None),
+        ("seed: [1]", "seed: a list is not a whole number", None),
+        ("name: no", "name: YAML reads no as false, where text is meant", 'write name: "no"'),
+        ("name: 12", "name: 12 is a number, where text is meant", 'write name: "12"'),
+        (
+            "launch: {env: {A: on}}",
+            "launch.env.A: YAML reads on as true, where text is meant",
+            'write A: "on"',
+        ),
+        (
+            "launch: {env: {A: 1.50}}",
+            "launch.env.A: 1.50 is a number, where text is meant",
+            'write A: "1.50"',
+        ),
+        (
+            'fp16: {consecutive_hysteresis: "true"}',
+            'fp16.consecutive_hysteresis: "true" is text because it is quoted; true or false is meant',
+            "remove the quotes: consecutive_hysteresis: true",
+        ),
+        ("fp16: {loss_scale: auto}", "fp16.loss_scale: auto is not a number or one of dynamic", None),
+        ("optimizer: {lr: .nan}", "optimizer.lr: .nan is not a finite number", None),
+        ("optimizer: {lr: 0}", "optimizer.lr: 0 is not > 0", None),
+        (
+            "optimizer: {type: adamw}",
+            "optimizer.type: adamw is not one of AdamW, Adam, SGD, Lion",
+            "did you mean AdamW?",
+        ),
+        ("optimizer: {params: {betas: [0.9]}}", None, None),
+        ("optimizer: AdamW", "optimizer: AdamW is not a mapping of keys to values", None),
+        ("gradient_clipping: -1.0", "gradient_clipping: -1.0 is not >= 0", None),
+        (
+            "zero_optimization: {stage3_prefetch_bucket_size: 15099494.4}",
+            "zero_optimization.stage3_prefetch_bucket_size: 15099494.4 is not a whole number",
+            "write stage3_prefetch_bucket_size: 15099494",
+        ),
+        ("train_micro_batch_size_per_gpu: 0", "train_micro_batch_size_per_gpu: 0 is not > 0", None),
+        ("cluster: {master_port: 70000}", "cluster.master_port: 70000 is not <= 65535", None),
+        ("adapter: {lora_dropout: 1}", "adapter.lora_dropout: 1 is not < 1", None),
+        ("name: a/b", None, None),
+        ("output: {report_to: tensorbord}", None, None),
+    ],
+)
+def test_a_wrong_value_says_what_is_meant(written: str, message: str | None, hint: str | None) -> None:
+    found, found_hint = only(SMALL + written + "\n")
+    assert found.startswith("run.yaml:4: ")
+    if message is not None:
+        assert found == f"run.yaml:4: {message}"
+    if hint is not None:
+        assert found_hint == hint
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("train_micro_batch_size_per_gpus: 4", "did you mean train_micro_batch_size_per_gpu?"),
+        ("gradient_clipp1ng: 1", "did you mean gradient_clipping?"),
+        ("zero_optimisation: {stage: 3}", "did you mean zero_optimization?"),
+        ("learning_rate: 1", "it is called optimizer.lr here"),
+        ("max_grad_norm: 1", "it is called gradient_clipping here"),
+        ("bf16: {enabled: true}", "it is called precision here"),
+        ("hostfile: x", "it is called cluster.hostfile here"),
+        ("optimizer: {params: {lr: 1}}", "it is called optimizer.lr here"),
+        ("optimizer: {params: {beta: [0, 0]}}", "did you mean betas?"),
+        ("data.eval: x", "unknown key data.eval"),
+        (
+            "zero_optimization: {offload_param: {device: cpu, pin: true}}",
+            "unknown key zero_optimization.offload_param.pin",
+        ),
+        ("fp16: {}\nadapter: {R: 8}", "did you mean r?"),
+        ("qqq: 1", "unknown key qqq"),
+    ],
+)
+def test_an_unknown_key_names_the_right_one(written: str, message: str) -> None:
+    found, hint = only(SMALL + written + "\n")
+    assert message in found
+    assert hint
+
+
+def test_an_unknown_key_in_a_list_of_sources() -> None:
+    text = "model: m\ndata:\n  train:\n    - a.jsonl\n    - path: b.jsonl\n      wieght: 2\n"
+    assert only(text)[0] == "run.yaml:6: unknown key data.train[1].wieght; did you mean weight?"
+
+
+def test_an_unknown_key_in_a_single_source() -> None:
+    text = "model: m\ndata:\n  train:\n    path: b.jsonl\n    wieght: 2\n"
+    assert only(text)[0] == "run.yaml:5: unknown key data.train.wieght; did you mean weight?"
+
+
+def test_data_forms_mean_the_same() -> None:
+    forms = ("a", "{path: a}", "[a]", "[{path: a}]")
+    specs = [load(f"model: m\ndata: {{train: {form}}}\n").spec.data for form in forms]
+    assert all(spec == specs[0] for spec in specs)
+
+
+def test_one_name_or_a_list() -> None:
+    spec = load(SMALL + "adapter: {target_modules: q_proj}\noutput: {report_to: wandb}\n").spec
+    assert spec.adapter is not None
+    assert spec.adapter.target_modules == ("q_proj",)
+    assert spec.output.report_to == ("wandb",)
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_bom_and_crlf_do_no_harm(tmp_path: Path, newline: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(("\ufeff" + SMALL + "name: übung\nseed: x\n").replace("\n", newline).encode())
+    with pytest.raises(ConfigError) as caught:
+        load_run_file(file)
+    assert "run.yaml:4: name: übung is not letters" in caught.value.format()
+    assert "run.yaml:5: seed: x is not a whole number" in caught.value.format()
+
+
+@pytest.mark.parametrize(
+    ("data", "part"),
+    [
+        (b"a: 1\nb: \xff\n", "run.yaml:2: not UTF-8 text"),
+        (b"a:\n\tb: 1\n\tc: 2\n", "run.yaml:2: a tab indents lines 2, 3; YAML wants spaces"),
+        (b"a: {b: 1\nc: 2\n", "run.yaml:"),
+        (b"- 1\n", "run.yaml:1: a run file is a mapping"),
+        (b"a: 1\n---\nb: 1\n", "a second document begins"),
+        (b"a: b\x00\n", "run.yaml:1: not readable as YAML"),
+        (b"a: &x [*x]\n", "refers to the mapping or list that it is in"),
+        (b"[" * 5000, "nest"),  # libyaml and PyYAML itself have each their own words for it
+        (b"a: " + b"[" * 900 + b"]" * 900, "nested too deeply"),
+    ],
+)
+def test_text_that_is_no_run_file(tmp_path: Path, data: bytes, part: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        load_run_file(file)
+    assert part in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_aliases_that_grow_without_bound_are_stopped() -> None:
+    lines = ["x-a: &a [" + "1," * 30 + "]"]
+    for before, name in zip("abcde", "bcdef", strict=True):
+        lines.append(f"x-{name}: &{name} [" + f"*{before}," * 30 + "]")
+    assert "aliases are expanded" in only("\n".join(lines))[0]
+
+
+def test_a_tag_runs_no_code() -> None:
+    found = problems(SMALL + "name: !!python/object/apply:os.getcwd []\nseed: !seed 3\n")
+    assert found[0][0] == "run.yaml:4: name: the tag 'python/object/apply:os.getcwd' is not supported"
+    assert "run.yaml:5: seed: the tag '!seed' is not supported" in [message for message, _ in found]
+
+
+def test_anchors_merge_and_own_keys_win() -> None:
+    text = SMALL + "x-common: &common {lr: 1.0e-3, type: SGD}\noptimizer:\n  <<: *common\n  type: AdamW\n"
+    spec = load(text).spec
+    assert (spec.optimizer.lr, spec.optimizer.type) == (1e-3, "AdamW")
+
+
+def test_a_missing_file_names_a_near_one(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.yaml").write_text(SMALL)
+    with pytest.raises(ConfigError, match="run file not found") as caught:
+        load_run_file(tmp_path / "quickstrat.yaml")
+    assert caught.value.hint == f"did you mean {tmp_path / 'quickstart.yaml'}?"
+
+
+def test_a_directory_is_no_run_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read run file"):
+        load_run_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optimizer.lr=1e-4", 1e-4),
+        ("optimizer.lr = 3", 3.0),
+    ],
+)
+def test_set_replaces_a_value(override: str, value: float) -> None:
+    loaded = load(SMALL + "optimizer: {lr: 5.0e-5, type: SGD}\n", override)
+    assert loaded.spec.optimizer.lr == value
+    assert loaded.spec.optimizer.type == "SGD"
+    assert loaded.positions["optimizer.lr"] == "--set"
+    assert loaded.notes == ()
+
+
+def test_set_reaches_sections_lists_and_shorthands() -> None:
+    text = "model: m\ndata: {train: [a, {path: b}]}\n"
+    loaded = load(
+        text,
+        "model.revision=main",
+        "data.train[0].weight=2",
+        "data.train[1].path=c",
+        "data.eval=[d, e]",
+        "adapter.r=8",
+        "launch.env.GREETING='a=b c'",
+    )
+    spec = loaded.spec
+    assert (spec.model.path, spec.model.revision) == ("m", "main")
+    assert [(s.path, s.weight) for s in spec.data.train] == [("a", 2.0), ("c", None)]
+    assert [s.path for s in spec.data.eval] == ["d", "e"]
+    assert spec.adapter is not None
+    assert spec.adapter.r == 8
+    assert spec.launch.env == {"GREETING": "a=b c"}
+
+
+def test_set_null_unsets() -> None:
+    assert load(SMALL + "adapter: {r: 4}\n", "adapter=null").spec.adapter is None
+    assert load(SMALL + "adapter: {r: 4}\n", "adapter=").spec.adapter is None
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("optimizer.lr", "not of the form key=value"),
+        ("=3", "not of the form key=value"),
+        ("a..b=3", "not of the form key=value"),
+        ("data.train[x]=3", "not of the form key=value"),
+        ("optimizer.lrr=3", "--set: unknown key optimizer.lrr; did you mean lr?"),
+        ("seed=x", "--set: seed: x is not a whole number"),
+        ("seed='1'", "--set: seed: 1 is not a whole number"),
+        ("name=no", "--set: name: YAML reads no as false"),
+        ("data.train[3].path=x", "there is no entry [3]"),
+        ("seed={", "--set: seed: '{' is not readable as YAML"),
+        ("optimizer={lr: 1, lr: 2}", "optimizer.lr is given twice"),
+    ],
+)
+def test_set_is_checked_like_the_file(override: str, part: str) -> None:
+    assert part in only("model: m\ndata: {train: [a]}\n", override)[0]
+
+
+def test_flags_beat_set_and_name_themselves() -> None:
+    flags = [Override(("cluster", "num_nodes"), 0, "--num-nodes")]
+    with pytest.raises(ConfigError, match=r"--num-nodes: cluster\.num_nodes: 0 is not > 0"):
+        load_run_file(Path("run.yaml"), ("cluster.num_nodes=2",), flags, text=SMALL)
+
+
+def test_a_flag_for_the_length_replaces_the_files_own() -> None:
+    spec = load(SMALL + "num_train_epochs: 3\n", "max_steps=10").spec
+    assert (spec.num_train_epochs, spec.max_steps) == (None, 10)
+
+
+def test_flags_alone_need_no_model() -> None:
+    spec = load_flags(("optimizer.lr=1e-4",), [Override(("train_batch_size",), 8, "--train-batch-size")]).spec
+    assert (spec.model, spec.optimizer.lr, spec.train_batch_size) == (None, 1e-4, 8)
+    with pytest.raises(ConfigError, match="unknown key data"):
+        load_flags(("data.train=x",))
+
+
+def test_parse_override_keeps_the_rest_of_the_text() -> None:
+    path, tree = parse_override("launch.env.A=x=y z")
+    assert path == ("launch", "env", "A")
+    assert tree.value[""] == "x=y z"

@@ -1,0 +1,82 @@
+"""auto precision for the weakest device, with its reason; what was asked for is checked."""
+
+from __future__ import annotations
+
+import pytest
+
+from dslaunch.config.precision import resolve_precision
+from dslaunch.core.devices import Device, lookup_device
+from dslaunch.core.errors import ConfigError
+
+BF16_CPU = Device("cpu", "", "no", "yes")
+FP16_CPU = Device("cpu", "", "yes", "yes")
+
+
+@pytest.mark.parametrize(
+    ("names", "value", "in_reason"),
+    [
+        (["a100"], "bf16", "a100"),
+        (["a100", "h100", "l4"], "bf16", "every device"),
+        (["a100", "v100"], "fp16", "v100 (sm_70)"),
+        (["t4"], "fp16", "t4"),
+        (["rtx2080"], "fp16", "rtx2080"),
+        (["TITAN X"], "fp32", "titanx (sm_61)"),
+        (["a100", "p100"], "fp32", "p100"),
+        (["mi100"], "fp16", "mi100"),
+        (["mi250x"], "bf16", "mi250x"),
+        (["ascend910a"], "fp16", "ascend910a"),
+        (["cpu"], "fp32", "neither AVX512-BF16 nor AMX-BF16"),
+    ],
+)
+def test_auto(names: list[str], value: str, in_reason: str) -> None:
+    chosen = resolve_precision("auto", [lookup_device(name) for name in names])
+    assert chosen.value == value
+    assert in_reason in chosen.reason
+
+
+def test_auto_on_a_cpu_with_bf16_instructions() -> None:
+    assert resolve_precision("auto", [BF16_CPU]).value == "bf16"
+
+
+def test_auto_without_devices_asks_for_them() -> None:
+    with pytest.raises(ConfigError, match="not known here") as caught:
+        resolve_precision("auto", None)
+    assert "--gpu" in (caught.value.hint or "")
+
+
+def test_auto_with_a_device_that_is_not_in_the_table() -> None:
+    with pytest.raises(ConfigError, match="Xyzzy is not in the device table"):
+        resolve_precision("auto", [Device("Xyzzy", "", "unknown", "unknown")])
+    assert resolve_precision("bf16", [Device("Xyzzy", "", "unknown", "unknown")]).notes == ()
+
+
+@pytest.mark.parametrize(("device", "hint"), [(lookup_device("cpu"), "fp32"), (BF16_CPU, "bf16")])
+def test_fp16_on_a_cpu_without_instructions_is_refused(device: Device, hint: str) -> None:
+    with pytest.raises(ConfigError, match="neither AVX512-FP16 nor AMX-FP16") as caught:
+        resolve_precision("fp16", [device])
+    assert f"precision {hint}" in (caught.value.hint or "")
+
+
+def test_fp16_on_a_cpu_that_has_it() -> None:
+    assert resolve_precision("fp16", [FP16_CPU]).value == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("asked", "names", "in_note"),
+    [
+        ("bf16", ["v100"], "bf16 on v100 (sm_70) is emulated"),
+        ("bf16", ["a100", "t4", "t4"], "bf16 on t4"),
+        ("fp16", ["p100"], "DS_ALLOW_DEPRECATED_FP16"),
+        ("bf16", ["cpu"], "bf16 on cpu is emulated"),
+    ],
+)
+def test_what_was_asked_for_is_kept_with_a_warning(asked: str, names: list[str], in_note: str) -> None:
+    chosen = resolve_precision(asked, [lookup_device(name) for name in names])
+    assert chosen.value == asked
+    assert len(chosen.notes) == 1
+    assert in_note in chosen.notes[0]
+
+
+@pytest.mark.parametrize("asked", ["bf16", "fp16", "fp32"])
+def test_what_was_asked_for_needs_no_devices(asked: str) -> None:
+    assert resolve_precision(asked, None).value == asked

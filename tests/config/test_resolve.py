@@ -1,0 +1,222 @@
+"""From a spec and facts to a plan: values, reasons, and what cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from dslaunch.config.facts import PathFact
+from dslaunch.config.origins import plan_values
+from dslaunch.core.errors import ConfigError, ConfigErrors
+from tests.config.build import SMALL, gpus, plan_of, resolved
+
+DIRECTORY = PathFact("directory", "/models/m")
+
+
+def problems(text: str, **facts: Any) -> list[str]:
+    with pytest.raises(ConfigErrors) as caught:
+        plan_of(text, **facts)
+    return [problem.message for problem in caught.value.problems]
+
+
+def test_defaults() -> None:
+    plan = plan_of(SMALL)
+    assert (plan.name, plan.task, plan.seed, plan.zero_stage) == ("run", "sft", 42, 2)
+    assert (plan.optimizer.type, plan.optimizer.lr, plan.gradient_clipping) == ("AdamW", 2e-5, 1.0)
+    assert (plan.num_train_epochs, plan.max_steps, plan.adapter, plan.fp16) == (1.0, None, None, None)
+    assert (plan.scheduler.type, plan.scheduler.warmup_ratio) == ("cosine", 0.03)
+    assert plan.launch.argv == (
+        "/py/bin/python",
+        "-m",
+        "dslaunch.train.worker",
+        "--plan",
+        "/runs/r/plan.json",
+    )
+    assert (plan.launch.run_dir, plan.launch.cwd) == ("/runs/r", "/work dir")
+
+
+def test_every_value_has_an_origin_and_none_is_left_over() -> None:
+    for text in (
+        SMALL,
+        SMALL + "adapter: {r: 8}\nfp16: {}\nprecision: fp16\ncluster: {gpu: a100, num_gpus_per_node: 1}\n",
+    ):
+        plan = plan_of(text)
+        assert set(plan.origins) == {key for key, _ in plan_values(plan)}
+        assert all(origin.reason and origin.source for origin in plan.origins.values())
+
+
+def test_origins_say_where_a_value_was_written() -> None:
+    text = SMALL + "optimizer: {lr: 1.0e-3}\nadapter: {type: dora}\nzero_optimization:\n  stage: 1\n"
+    origins = plan_of(text, "seed=7").origins
+    source = {key: origin.source for key, origin in origins.items()}
+    assert source["model.path"] == "run.yaml:1"
+    assert source["data.train[0].path"] == "run.yaml:2"
+    assert source["batch.train_batch_size"] == "run.yaml:3"
+    assert source["optimizer.lr"] == source["optimizer.params.lr"] == "run.yaml:4"
+    assert source["adapter.type"] == "run.yaml:5"
+    assert source["adapter.r"] == "default"
+    assert source["zero_stage"] == "run.yaml:7"
+    assert source["seed"] == "--set"
+    assert source["batch.gradient_accumulation_steps"] == "derived"
+    assert "emulated" in origins["precision"].reason
+
+
+def test_the_learning_rate_depends_on_the_adapter() -> None:
+    assert plan_of(SMALL + "adapter: {}\n").optimizer.lr == 2e-4
+    assert plan_of(SMALL + "adapter: {}\noptimizer: {lr: 3}\n").optimizer.lr == 3.0
+
+
+@pytest.mark.parametrize(
+    ("written", "fact", "kind", "path"),
+    [
+        ("org/model", PathFact("missing", "/b/org/model"), "hub", "org/model"),
+        ("gpt2", PathFact("missing", "/b/gpt2"), "hub", "gpt2"),
+        ("./m", DIRECTORY, "directory", "/models/m"),
+        ("m", DIRECTORY, "directory", "/models/m"),
+        ("m.gguf", PathFact("file", "/models/m.gguf"), "gguf", "/models/m.gguf"),
+    ],
+)
+def test_what_a_model_is(written: str, fact: PathFact, kind: str, path: str) -> None:
+    text = SMALL.replace("org/model", written)
+    model = plan_of(text, paths={"model.path": fact}).model
+    assert (model.kind, model.path) == (kind, path)
+
+
+@pytest.mark.parametrize(
+    ("written", "fact", "part"),
+    [
+        ("./m", PathFact("missing", "/b/m", True, "/b/mm"), "there is no ./m"),
+        ("m.gguf", PathFact("missing", "/b/m.gguf"), "there is no m.gguf"),
+        ("/m", PathFact("missing", "/m"), "there is no /m"),
+        ("~/m", PathFact("missing", "/home/m"), "there is no ~/m"),
+        ("a/b/c", PathFact("missing", "/b/a/b/c"), "there is no a/b/c"),
+        ("models/m", PathFact("missing", "/b/models/m", True, "/b/models/n"), "there is no models/m"),
+        ("m.bin", PathFact("file", "/b/m.bin"), "m.bin is a file, but not a .gguf one"),
+    ],
+)
+def test_a_path_that_is_not_there_is_never_taken_for_a_hub_id(
+    written: str, fact: PathFact, part: str
+) -> None:
+    (problem,) = problems(SMALL.replace("org/model", written), paths={"model.path": fact})
+    assert problem == f"run.yaml:1: model.path: {part}"
+
+
+def test_the_nearest_path_is_in_the_hint() -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        plan_of(
+            SMALL.replace("org/data", "trian.jsonl"),
+            paths={"data.train[0].path": PathFact("missing", "/b/trian.jsonl", False, "/b/train.jsonl")},
+        )
+    assert caught.value.problems[0].hint == "did you mean /b/train.jsonl?"
+
+
+def test_data_sources() -> None:
+    sources = "[{path: a.jsonl, weight: 1}, {path: org/d, split: all, weight: 3}]"
+    text = f"model: m\ntrain_batch_size: 2\ndata: {{train: {sources}}}\n"
+    plan = plan_of(text, paths={"data.train[0].path": PathFact("file", "/d/a.jsonl")})
+    assert [(s.path, s.kind, s.split, s.weight) for s in plan.data.train] == [
+        ("/d/a.jsonl", "file", "train", 1.0),
+        ("org/d", "hub", "all", 3.0),
+    ]
+
+
+def test_all_semantic_problems_at_once() -> None:
+    found = problems(
+        """\
+model: {path: ./none, revision: main, chat_template: t.jinja}
+data:
+  train: [{path: org/a, weight: 1}, org/b]
+  eval: {path: org/c, weight: 1}
+zero_optimization: {stage: 0, stage3_max_live_parameters: 5, allgather_bucket_size: 7}
+optimizer: {type: SGD, params: {betas: [0.9, 0.9], nesterov: true}}
+scheduler: {warmup_steps: 1, warmup_ratio: 0.1}
+num_train_epochs: 1
+max_steps: 2
+train_batch_size: 9
+cluster: {num_gpus_per_node: 2}
+precision: fp16
+launch: {env: {HF_TOKEN: secret, "A B": x, RANK: "0"}, secret_env: [1A]}
+"""
+    )
+    assert found == [
+        "run.yaml:1: model.path: there is no ./none",
+        "run.yaml:1: model.chat_template: there is no file t.jinja",
+        "run.yaml:3: data.train[1] has no weight, but other sources have one",
+        "run.yaml:4: data.eval[0].weight: held-out data is not mixed",
+        "run.yaml:5: zero_optimization.allgather_bucket_size acts at stages 1, 2 only; the stage is 0,"
+        " where DeepSpeed ignores it",
+        "run.yaml:5: zero_optimization.stage3_max_live_parameters acts at stage 3 only; the stage is 0,"
+        " where DeepSpeed ignores it",
+        "run.yaml:6: optimizer.params.betas: SGD does not take it",
+        "run.yaml:6: optimizer.params.nesterov needs momentum > 0 and dampening 0",
+        "run.yaml:7: scheduler.warmup_steps and scheduler.warmup_ratio are both given",
+        "run.yaml:9: max_steps and num_train_epochs are both given",
+        "run.yaml:10: train_batch_size 9 is not a multiple of world_size 2",
+        "run.yaml:12: precision fp16: this CPU has neither AVX512-FP16 nor AMX-FP16, so DeepSpeed refuses it",
+        "run.yaml:13: launch.env.HF_TOKEN: the name says that it is a secret, and a run file is no place"
+        " for one",
+        "run.yaml:13: launch.env.A B: 'A B' is no name of an environment variable",
+        "run.yaml:13: launch.env.RANK: RANK is set by the launcher for each rank",
+        "run.yaml:13: launch.secret_env[0]: '1A' is no name of an environment variable",
+    ]
+
+
+def test_a_secret_is_not_in_the_message() -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        plan_of(SMALL + "launch: {env: {WANDB_API_KEY: hunter2}}\n")
+    assert "hunter2" not in caught.value.format()
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "KEYBOARD", "MY_TOKENS", "PASSWORDLESS"])
+def test_names_that_only_look_like_secrets(name: str) -> None:
+    assert plan_of(SMALL + f"launch: {{env: {{{name}: x}}}}\n").launch.env == {name: "x"}
+
+
+def test_environment_values_are_kept_byte_for_byte() -> None:
+    text = SMALL + 'launch: {env: {A: "$HOME \\"x\\"; %n\\n\\t-é", B: "", C: ""}}\n'
+    assert plan_of(text).launch.env == {"A": '$HOME "x"; %n\n\t-é', "B": "", "C": ""}
+
+
+def test_local_gpus_are_the_slots() -> None:
+    plan = plan_of(SMALL, inventory=gpus("a100", "a100"))
+    assert (plan.precision, plan.launch.device_type, plan.batch.world_size) == ("bf16", "cuda", 2)
+    assert "torch_adam" not in plan.optimizer.params
+
+
+def test_auto_precision_for_unseen_nodes_asks_for_the_device() -> None:
+    text = SMALL + "cluster: {num_nodes: 2, num_gpus_per_node: 2}\n"
+    (problem,) = problems(text)
+    assert "precision auto: the devices of the other hosts are not known here" in problem
+    assert plan_of(text + "precision: bf16\n").precision == "bf16"
+
+
+def test_notes_say_what_was_chosen() -> None:
+    _, notes = resolved(SMALL + "optimizer: {lr: 1e-4}\nfp16: {}\n")
+    text = "\n".join(notes)
+    assert "optimizer.lr: read 1e-4 as the number 0.0001" in text
+    assert "train_micro_batch_size_per_gpu 8 (largest power of two" in text
+    assert "precision fp32: the CPU has neither" in text
+    assert "fp16 is not used: precision is fp32" in text
+
+
+def test_bf16_weights_in_fp16_are_warned_of() -> None:
+    _, notes = resolved(SMALL, inventory=gpus("v100"), model_dtype="bfloat16")
+    assert any("smaller range" in note for note in notes)
+
+
+def test_a_constant_schedule_has_no_warmup_unless_asked() -> None:
+    assert plan_of(SMALL + "scheduler: {type: constant}\n").scheduler.warmup_ratio == 0.0
+    warm = plan_of(SMALL + "scheduler: {type: constant, warmup_steps: 5}\n").scheduler
+    assert (warm.warmup_steps, warm.warmup_ratio) == (5, None)
+
+
+def test_a_plan_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan_of(SMALL).seed = 3  # type: ignore[misc]
+
+
+def test_an_empty_list_of_data_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"data\.train"):
+        plan_of("model: m\ndata: {train: []}\ntrain_batch_size: 1\n")

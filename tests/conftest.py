@@ -1,0 +1,144 @@
+"""One environment for every test, the prebuilt op, and a summary that names what could not run.
+
+The environment is set when this file is imported, before any test module imports
+torch or DeepSpeed. Nothing is read from or written to the caller's home directory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.support.machine import CANNOT_RUN, missing
+
+REPO_ROOT = Path(__file__).resolve().parents[1]
+OP_NAME = "deepspeed_shm_comm"
+
+# A caller's job or cache must not leak into a test.
+_FORGET = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES", "DSLAUNCH_RUNS", "PYTHONHOME", "NO_COLOR", "FORCE_COLOR",
+)  # fmt: skip
+
+
+def _ops_directory(session_dir: Path) -> Path:
+    """Where the op is built: given by the caller, else kept in the checkout, else of this session.
+
+    Kept per interpreter, versions and CPU: the op is compiled for the very CPU.
+    """
+    if os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve()
+    try:
+        versions = [metadata.version("torch"), metadata.version("deepspeed")]
+    except metadata.PackageNotFoundError:  # a core-only installation: no test will build an op
+        return session_dir / "ops"
+    parts = [sys.executable, platform.python_version(), *versions, _cpu_flags()]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+    kept = REPO_ROOT / ".cache" / "test-ops" / key
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return session_dir / "ops"
+    return kept if os.access(kept, os.W_OK) else session_dir / "ops"
+
+
+def _cpu_flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def _set_environment() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the controller has set it all, and workers inherit it
+        return
+    session_dir = Path(tempfile.mkdtemp(prefix="dslaunch-tests-"))
+    atexit.register(shutil.rmtree, session_dir, ignore_errors=True)
+    for name in _FORGET:
+        os.environ.pop(name, None)
+    home = session_dir / "home"
+    home.mkdir()
+    os.environ.update(
+        HOME=str(home),
+        XDG_CACHE_HOME=str(session_dir / "cache"),
+        HF_HOME=str(session_dir / "huggingface"),
+        HF_HUB_OFFLINE="1",
+        DSLAUNCH_CACHE=str(session_dir / "dslaunch-cache"),
+        DS_ACCELERATOR="cpu",
+        OMP_NUM_THREADS="1",
+        TOKENIZERS_PARALLELISM="false",
+        TORCH_EXTENSIONS_DIR=str(_ops_directory(session_dir)),
+        PYTHONNOUSERSITE="1",
+        # ninja and the console scripts of the interpreter that runs the tests
+        PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    )
+
+
+_set_environment()
+
+
+@pytest.fixture(scope="session")
+def ops_dir() -> Path:
+    """TORCH_EXTENSIONS_DIR with DeepSpeed's shared-memory op built in it. Ask for it before starting ranks.
+
+    Built once, in a process of its own, under a lock that the kernel releases; a
+    ``lock`` file of torch that an interrupted build left behind is removed first.
+    """
+    path = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / ".tests.flock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        op_dir = path / OP_NAME
+        if not (op_dir / f"{OP_NAME}.so").exists():
+            (op_dir / "lock").unlink(missing_ok=True)
+            _build_op()
+    return path
+
+
+def _build_op() -> None:
+    code = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=False)"
+    built = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, errors="replace", timeout=600
+    )
+    if built.returncode != 0:
+        pytest.fail(f"could not build {OP_NAME} (g++ and ninja are needed):\n{built.stderr[-4000:]}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs more than this machine has; keep tests that start ranks on one xdist worker."""
+    for item in items:
+        for mark in item.iter_markers("needs"):
+            reasons = missing(mark.args)
+            if reasons:
+                item.add_marker(pytest.mark.skip(reason=CANNOT_RUN + ", ".join(reasons)))
+        if "ops_dir" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name every test that could not run on this machine, and why."""
+    by_reason: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        if reason.startswith(CANNOT_RUN):
+            by_reason.setdefault(reason.removeprefix(CANNOT_RUN), []).append(report.nodeid)
+    if not by_reason:
+        return
+    terminalreporter.section("COULD NOT RUN ON THIS MACHINE", sep="!", yellow=True, bold=True)
+    for reason, tests in sorted(by_reason.items()):
+        terminalreporter.write_line(f"{len(tests)} test(s): {reason}", yellow=True, bold=True)
+        for test in tests:
+            terminalreporter.write_line(f"    {test}")

@@ -1,0 +1,154 @@
+"""The device table, and what is found under /proc and /sys (real trees, made here)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dslaunch.core.devices import device_names, lookup_device, probe_inventory
+from dslaunch.core.errors import ConfigError
+
+KINDS = {
+    ("slow", "no"): ["P100", "Tesla P40", "NVIDIA GeForce GTX 1080 Ti", "TITAN Xp", "sm_61"],
+    ("yes", "no"): [
+        "v100",
+        "V100-32GB",
+        "Tesla V100-SXM2-32GB",
+        "T4",
+        "NVIDIA GeForce RTX 2080 Ti",
+        "Quadro RTX 6000",
+        "sm_70",
+        "sm_75",
+        "ascend 910a",
+    ],
+    ("yes", "slow"): ["MI100", "gfx908"],
+    ("yes", "yes"): [
+        "a100",
+        "a100-80g",
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "A10G",
+        "NVIDIA RTX A6000",
+        "NVIDIA GeForce RTX 3090",
+        "NVIDIA GeForce RTX 4090 D",
+        "L4",
+        "L40S",
+        "NVIDIA RTX 6000 Ada Generation",
+        "NVIDIA H100 80GB HBM3",
+        "H100 NVL",
+        "NVIDIA H200",
+        "NVIDIA GH200 480GB",
+        "B200",
+        "rtx 5090",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        "AMD Instinct MI250X",
+        "mi300x",
+        "gfx942",
+        "Ascend-910B",
+        "gaudi2",
+        "sm_80",
+        "sm90",
+    ],
+    ("no", "slow"): ["cpu", "CPU"],
+}
+
+
+@pytest.mark.parametrize(
+    ("support", "name"), [(kind, name) for kind, names in KINDS.items() for name in names]
+)
+def test_what_a_device_computes_in(support: tuple[str, str], name: str) -> None:
+    device = lookup_device(name)
+    assert (device.fp16, device.bf16) == support
+
+
+def test_every_name_of_the_table_finds_itself() -> None:
+    for name in device_names():
+        assert lookup_device(name).name == name
+
+
+@pytest.mark.parametrize(("text", "near"), [("a101", "a100"), ("h1000", "h100"), ("potato", "a100")])
+def test_an_unknown_device_names_its_neighbours(text: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown device '{text}'") as caught:
+        lookup_device(text)
+    assert near in (caught.value.hint or "")
+
+
+def cpu(root: Path, flags: str) -> None:
+    (root / "proc").mkdir(parents=True, exist_ok=True)
+    (root / "proc/cpuinfo").write_text(f"processor : 0\nflags\t\t: fpu {flags}\n")
+
+
+def gpu(root: Path, minor: int, model: str, *, device_file: bool = True) -> None:
+    folder = root / f"proc/driver/nvidia/gpus/0000:0{minor}:00.0"
+    folder.mkdir(parents=True)
+    (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 12\nDevice Minor: \t {minor}\n")
+    if device_file:
+        (root / "dev").mkdir(exist_ok=True)
+        (root / f"dev/nvidia{minor}").touch()
+
+
+@pytest.mark.parametrize(
+    ("flags", "fp16", "bf16"),
+    [
+        ("avx2 avx512f avx512_vnni", "no", "slow"),
+        ("avx512_bf16", "no", "yes"),
+        ("amx_bf16 amx_tile", "no", "yes"),
+        ("avx512_fp16 avx512_bf16", "yes", "yes"),
+        ("amx_fp16", "yes", "slow"),
+    ],
+)
+def test_the_cpu_counts_by_its_instructions(tmp_path: Path, flags: str, fp16: str, bf16: str) -> None:
+    cpu(tmp_path, flags)
+    found = probe_inventory({}, root=tmp_path)
+    assert (found.cpu.fp16, found.cpu.bf16, found.accelerators) == (fp16, bf16, ())
+
+
+def test_nvidia_gpus_are_found_without_a_driver_call(tmp_path: Path) -> None:
+    gpu(tmp_path, 0, "NVIDIA A100-SXM4-80GB")
+    gpu(tmp_path, 1, "Tesla V100-SXM2-32GB")
+    found = probe_inventory({}, root=tmp_path).accelerators
+    assert [(a.id, a.device.name) for a in found] == [("0", "a100"), ("1", "v100")]
+
+
+def test_a_gpu_of_the_host_that_a_container_has_not_got_is_not_counted(tmp_path: Path) -> None:
+    gpu(tmp_path, 0, "NVIDIA H100", device_file=False)
+    assert probe_inventory({}, root=tmp_path).accelerators == ()
+
+
+def test_an_unlisted_gpu_is_kept_as_unknown(tmp_path: Path) -> None:
+    gpu(tmp_path, 0, "NVIDIA Xyzzy 9")
+    device = probe_inventory({}, root=tmp_path).accelerators[0].device
+    assert (device.name, device.fp16, device.bf16) == ("NVIDIA Xyzzy 9", "unknown", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("environ", "ids"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "2,0"}, ["2", "0"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "1,9,0"}, ["1"]),  # CUDA stops at the first one that is not there
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f1b,MIG-22"}, ["GPU-8f1b", "MIG-22"]),
+        ({"DS_ACCELERATOR": "cpu"}, []),
+        ({"DS_ACCELERATOR": "cuda"}, ["0", "1", "2"]),
+    ],
+)
+def test_visible_devices_are_respected(tmp_path: Path, environ: dict[str, str], ids: list[str]) -> None:
+    for minor in range(3):
+        gpu(tmp_path, minor, "NVIDIA A100-SXM4-80GB")
+    assert [a.id for a in probe_inventory(environ, root=tmp_path).accelerators] == ids
+
+
+def test_amd_gpus_are_found(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/kfd").touch()
+    for node, version in enumerate((0, 90402, 90010)):  # a CPU, an MI300, an MI200
+        folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(f"simd_count 4\ngfx_target_version {version}\n")
+    found = probe_inventory({}, root=tmp_path).accelerators
+    assert [a.device.arch for a in found] == ["gfx942", "gfx90a"]
+    assert (
+        probe_inventory({"HIP_VISIBLE_DEVICES": "1"}, root=tmp_path).accelerators[0].device.arch == "gfx90a"
+    )

@@ -1,0 +1,19 @@
+"""Ranks numbered over hosts and slots."""
+
+from __future__ import annotations
+
+from dslaunch.core.topology import Host, Topology, local_topology
+
+
+def test_ranks_where_slots_differ() -> None:
+    topology = Topology(hosts=(Host(name="a", slots=("2", "3")), Host(name="b", slots=("GPU-x",))))
+    assert (topology.num_nodes, topology.world_size) == (2, 3)
+    assert [
+        (p.rank, p.local_rank, p.node_rank, p.local_world_size, p.host, p.slot) for p in topology.ranks()
+    ] == [(0, 0, 0, 2, "a", "2"), (1, 1, 0, 2, "a", "3"), (2, 0, 1, 1, "b", "GPU-x")]
+
+
+def test_this_machine() -> None:
+    topology = local_topology(3)
+    assert topology.world_size == 3
+    assert topology.hosts == (Host(name="localhost", slots=("0", "1", "2")),)

@@ -1,0 +1,114 @@
+"""Start `dslaunch launch` as a user would, watch every process it leads to, leave none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 60.0
+_MARK = "DSLAUNCH_TEST_ID"
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
+    """Poll until ``condition()`` is true; its value. Fails the test after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+class Launched:
+    """A running `dslaunch launch`; everything it starts carries a mark in its environment."""
+
+    def __init__(
+        self,
+        options: Sequence[str],
+        command: Sequence[str | bytes],
+        *,
+        run_dir: Path,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        stdout: Any = subprocess.PIPE,
+    ) -> None:
+        self.run_dir = run_dir
+        self.mark = uuid.uuid4().hex
+        argv = [*prefix, sys.executable, "-m", "dslaunch", "launch", "--run-dir", str(run_dir), *options]
+        self.process = subprocess.Popen(
+            [*argv, "--", *command],
+            env={**os.environ, **(env or {}), _MARK: self.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+        for pid in self.alive():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def alive(self) -> list[int]:
+        """Ids of all living processes of this launch but the launcher itself."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == self.process.pid:
+                continue
+            with suppress(OSError):
+                ended = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
+                if not ended and f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def wait(self) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) at the end."""
+        out, err = self.process.communicate(timeout=TIMEOUT_S)
+        return (
+            self.process.returncode,
+            (out or b"").decode("utf-8", "replace"),
+            err.decode("utf-8", "replace"),
+        )
+
+    def wait_for_files(self, directory: Path, *names: str) -> None:
+        """Until the ranks have made these files."""
+        wait_until(lambda: all((directory / name).exists() for name in names), f"{names} in {directory}")
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """The events of one kind in events.jsonl."""
+        path = self.run_dir / "events.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+    def nothing_left(self) -> None:
+        """Fails where a process of this launch still lives."""
+        wait_until(lambda: not self.alive(), f"processes {self.alive()} left behind", 15.0)
+
+
+def python(code: str, *words: str) -> list[str]:
+    """A command that runs ``code`` in each rank, with RANK as ``rank`` and ``touch(name)`` at hand."""
+    start = (
+        "import os, signal, subprocess, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        "def touch(name): open(name, 'w').close()\n"
+    )
+    return [sys.executable, "-S", "-c", start + code, *words]

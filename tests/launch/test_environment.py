@@ -1,0 +1,144 @@
+"""What each rank finds in its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.core.plan import LaunchPlan
+from dslaunch.core.topology import Host, Topology, local_topology
+from dslaunch.launch.agent import Refusal, usable_cores, visible_devices
+from dslaunch.launch.jit_cache import torch_extensions_dir
+from dslaunch.launch.orders import build_orders, check_launch, encode_orders
+from tests.launch.conftest import Launch
+from tests.launch.launching import python
+
+SHOW = "import json; open(f'env-{rank}', 'w').write(json.dumps(dict(os.environ)))"
+
+
+def seen(directory: Path, rank: int) -> dict[str, str]:
+    environ: dict[str, str] = json.loads((directory / f"env-{rank}").read_text())
+    return environ
+
+
+def plan(**more: Any) -> LaunchPlan:
+    fields: dict[str, Any] = {
+        "argv": ("true",), "topology": local_topology(2), "run_dir": "/runs/x", "cwd": "/", **more,
+    }  # fmt: skip
+    return LaunchPlan(**fields)
+
+
+def test_numbers_of_each_rank(launch: Launch, tmp_path: Path) -> None:
+    launched = launch(python(SHOW), num_ranks=3)
+    assert launched.wait()[0] == 0
+    port = str(launched.events("launch_start")[0]["master_port"])
+    for rank in range(3):
+        environ = seen(tmp_path, rank)
+        assert {name: environ[name] for name in (
+            "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+        )} == {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3",
+            "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
+        assert environ["DS_ACCELERATOR"] == "cpu"
+        assert environ["PYTHONNOUSERSITE"] == "1"
+        assert environ["DSLAUNCH_RUN_DIR"] == str(launched.run_dir)
+
+
+def test_no_option_is_injected(launch: Launch) -> None:
+    # A script with a strict parser dies of a --local_rank that it does not know.
+    code = "import argparse; argparse.ArgumentParser().parse_args(); assert 'LOCAL_RANK' in os.environ"
+    assert launch([sys.executable, *python(code)[2:]]).wait()[0] == 0
+
+
+def test_threads_are_shared_out_unless_set(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert launch(python(SHOW), num_ranks=1).wait()[0] == 0
+    assert seen(tmp_path, 0)["OMP_NUM_THREADS"] == str(usable_cores())
+    assert launch(python(SHOW), num_ranks=64, run_dir="many").wait()[0] == 0
+    assert seen(tmp_path, 63)["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 64))
+    assert launch(python(SHOW), "--env", "OMP_NUM_THREADS=7", run_dir="set").wait()[0] == 0
+    assert seen(tmp_path, 1)["OMP_NUM_THREADS"] == "7"
+
+
+def test_the_users_choices_beat_our_defaults(launch: Launch, tmp_path: Path) -> None:
+    options = ("--env", "PYTHONNOUSERSITE=", "--env", "TORCH_EXTENSIONS_DIR=/mine")
+    assert launch(python(SHOW), *options, num_ranks=1).wait()[0] == 0
+    environ = seen(tmp_path, 0)
+    assert environ["PYTHONNOUSERSITE"] == ""
+    assert environ["TORCH_EXTENSIONS_DIR"] == "/mine"
+
+
+def test_numbers_where_slots_differ_per_host() -> None:
+    topology = Topology(hosts=(Host(name="a", slots=("0", "1")), Host(name="b", slots=("3",))))
+    ranks = [
+        rank["env"]
+        for node in range(2)
+        for rank in build_orders(plan(topology=topology), node, master_port=1, environ={})["ranks"]
+    ]
+    assert [[env[k] for k in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")] for env in ranks] == [
+        ["0", "0", "2", "0"],
+        ["1", "1", "2", "0"],
+        ["2", "0", "1", "1"],
+    ]
+
+
+def test_orders_are_one_line_of_ascii_and_carry_every_byte() -> None:
+    argv = ("x", "\udcff\n\u4e16", "")
+    line = encode_orders(build_orders(plan(argv=argv), 0, master_port=1, environ={}))
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert line.isascii()
+    assert tuple(json.loads(line)["argv"]) == argv
+
+
+def test_a_secret_is_passed_by_value_but_only_its_name_is_planned() -> None:
+    orders = build_orders(plan(secret_env=("HF_TOKEN",)), 0, master_port=1, environ={"HF_TOKEN": "s3cret"})
+    assert orders["env"]["HF_TOKEN"] == "s3cret"
+    with pytest.raises(EnvironmentNotReady, match="HF_TOKEN is to be passed"):
+        check_launch(plan(secret_env=("HF_TOKEN",)), {})
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_our_variables_cannot_be_given(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        check_launch(plan(env={name: "1"}), {})
+
+
+@pytest.mark.parametrize(
+    ("slots", "inherited", "expected"),
+    [
+        (["0", "1"], None, "0,1"),
+        (["0", "1"], b"4,5,6", "4,5"),  # positions in what the scheduler gave
+        (["4", "6"], b"4,5,6", "4,6"),  # its own ids
+        (["1"], b"GPU-a,GPU-b", "GPU-b"),
+        (["GPU-b"], b"GPU-a, GPU-b", "GPU-b"),
+        (["MIG-x"], None, "MIG-x"),
+    ],
+)
+def test_visible_devices(slots: list[str], inherited: bytes | None, expected: str) -> None:
+    assert visible_devices(slots, inherited) == expected
+
+
+@pytest.mark.parametrize(
+    ("slots", "inherited"), [(["2"], b"4,5"), (["0"], b""), (["0"], b"-1"), (["GPU-x"], b"0")]
+)
+def test_devices_that_are_not_ours_are_refused(slots: list[str], inherited: bytes) -> None:
+    with pytest.raises(Refusal):
+        visible_devices(slots, inherited)
+
+
+def test_ops_are_kept_apart_per_interpreter() -> None:
+    environ = {"DSLAUNCH_CACHE": "/cache", "PATH": os.environ["PATH"]}
+    ours = torch_extensions_dir(sys.executable, environ, "/")
+    assert ours.parent == Path("/cache/torch_extensions")
+    assert ours == torch_extensions_dir(sys.executable, environ, "/tmp")
+    assert ours != torch_extensions_dir("/usr/bin/other-python", environ, "/")

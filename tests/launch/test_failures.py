@@ -1,0 +1,185 @@
+"""A rank fails: everything stops, the exit code is its own, the report names it first."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import Launch
+from tests.launch.launching import python
+
+SLEEP = "time.sleep(300)\n"
+
+
+def test_every_rank_fine(launch: Launch) -> None:
+    launched = launch(python("print('hello', rank)"), num_ranks=3)
+    code, out, err = launched.wait()
+    assert code == 0
+    assert out == "hello 0\n"
+    assert "hello" not in err
+    assert [(launched.run_dir / "logs" / f"rank-{n}.log").read_text() for n in range(3)] == [
+        "hello 0\n",
+        "hello 1\n",
+        "hello 2\n",
+    ]
+    assert [event["exit_code"] for event in launched.events("launch_end")] == [0]
+    launched.nothing_left()
+
+
+def test_first_failure_stops_ranks_that_do_not_communicate(launch: Launch) -> None:
+    launched = launch(
+        python("if rank == 2: print('ValueError: no such thing', file=sys.stderr); sys.exit(3)\n" + SLEEP),
+        num_ranks=4,
+    )
+    code, _, err = launched.wait()
+    assert code == 3
+    last_block = err[err.rindex("failed first") :]
+    assert "rank 2 on localhost failed first: it exited with code 3" in err
+    assert "| ValueError: no such thing" in last_block
+    assert "ranks 0, 1, 3 stopped by dslaunch (signal 15)" in last_block
+    assert str(launched.run_dir / "logs" / "rank-2.log") in last_block
+    assert last_block.rstrip().endswith("exit code    3")
+    launched.nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (9, "out-of-memory killer"),
+        (7, "/dev/shm"),
+        (11, "native code"),
+        (6, "native code"),
+        (15, "asked it to stop"),
+    ],
+)
+def test_death_by_signal_in_words(launch: Launch, number: int, words: str) -> None:
+    launched = launch(python(f"if rank == 1: os.kill(os.getpid(), {number})\n" + SLEEP))
+    code, _, err = launched.wait()
+    assert code == 128 + number
+    block = err[err.rindex("failed first") :]
+    assert f"was killed by signal {number} ({signal.Signals(number).name}" in block
+    assert words in block
+    assert [event["signal"] for event in launched.events("rank_exit") if event["rank"] == 1] == [number]
+
+
+def test_ranks_that_ignore_term_and_fork_are_killed(launch: Launch, tmp_path: Path) -> None:
+    stubborn = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "for _ in range(2): subprocess.Popen(['sleep', '300'])\n"  # they ignore TERM as well
+        "subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        "touch(f'ready-{rank}')\n"
+        "while rank == 0 and not os.path.exists('ready-1'): time.sleep(0.01)\n"
+        "if rank == 0: sys.exit(5)\n" + SLEEP
+    )
+    plan = launch(python(stubborn))
+    code, _, _ = plan.wait()
+    assert code == 5
+    assert plan.alive() == []
+    assert [event["signal"] for event in plan.events("rank_exit") if event["rank"] == 1] == [9]
+
+
+def test_a_daemon_does_not_outlive_the_launch(launch: Launch, tmp_path: Path) -> None:
+    double_fork = (
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        touch(f'daemon-{rank}')\n"
+        "        os.execvp('sleep', ['sleep', '300'])\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+        "while not os.path.exists(f'daemon-{rank}'): time.sleep(0.01)\n"
+    )
+    launched = launch(python(double_fork))
+    code, _, err = launched.wait()
+    assert code == 0
+    assert launched.alive() == []
+    assert "(sleep) on localhost outlived its rank; stopped" in err
+    assert len(launched.events("leftover")) == 2
+
+
+def test_a_daemon_is_not_touched_while_its_rank_runs_on(launch: Launch, tmp_path: Path) -> None:
+    code = (
+        "child = subprocess.Popen(['bash', '-c', 'sleep 0.3; touch helper-done'], start_new_session=True)\n"
+        "while not os.path.exists('helper-done'): time.sleep(0.01)\n"
+        "sys.exit(child.wait())\n"
+    )
+    launched = launch(python(code), num_ranks=1)
+    assert launched.wait()[0] == 0
+    assert launched.events("leftover") == []
+
+
+def test_a_helper_that_ends_with_its_rank_is_let_end(launch: Launch, tmp_path: Path) -> None:
+    # As the resource tracker of multiprocessing does: it cleans up once its rank is gone.
+    helper = "import sys; sys.stdin.read(); open('cleaned-up', 'w')"
+    code = f"subprocess.Popen([sys.executable, '-S', '-c', {helper!r}], stdin=subprocess.PIPE)"
+    launched = launch(python(code), num_ranks=1)
+    assert launched.wait()[0] == 0
+    assert (tmp_path / "cleaned-up").exists()
+    assert launched.events("leftover") == []
+
+
+def test_all_stopped_at_a_checkpoint_is_75(launch: Launch) -> None:
+    launched = launch(python("time.sleep(0.3 * rank); sys.exit(75)"))
+    code, _, err = launched.wait()
+    assert code == 75
+    assert "--resume" in err
+    assert [event["asked"] for event in launched.events("rank_exit")] == [False, False]
+
+
+def test_a_failure_while_others_stop_at_a_checkpoint_is_a_failure(launch: Launch) -> None:
+    code, _, err = launch(python("time.sleep(0.3 * rank); sys.exit([75, 9][rank])")).wait()
+    assert code == 9
+    assert "rank 1 on localhost failed first" in err
+
+
+@pytest.mark.parametrize("own", [2, 70, 76])
+def test_a_ranks_own_code_is_told_from_ours(launch: Launch, own: int) -> None:
+    launched = launch(python(f"sys.exit({own})"), num_ranks=1)
+    assert launched.wait()[0] == own
+    assert [event["exit_code"] for event in launched.events("rank_exit")] == [own]
+
+
+def test_errors_of_other_ranks_are_shown_with_their_rank(launch: Launch) -> None:
+    code = "print('fine', file=sys.stderr); print('ERROR disk on fire', file=sys.stderr)"
+    _, out, err = launch(python(code)).wait()
+    assert out == ""
+    assert "localhost:1| ERROR disk on fire\n" in err
+    assert err.count("fine\n") == 1  # rank 0's, as it was
+    assert "localhost:0|" not in err
+
+
+def test_a_program_that_is_not_there(launch: Launch) -> None:
+    launched = launch(["no-such-program-here"])
+    code, _, err = launched.wait()
+    assert code == 3
+    assert "no program no-such-program-here in PATH; nothing was started" in err
+    assert "hint:" in err
+    assert "Traceback" not in err
+    assert launched.events("rank_start") == []
+
+
+def test_a_file_that_is_no_program(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("hello")
+    code, _, err = launch(["./notes"]).wait()
+    assert code == 3
+    assert "./notes is not executable" in err
+    (tmp_path / "notes").chmod(0o755)
+    code, _, err = launch(["./notes"], run_dir="second").wait()
+    assert code == 3
+    assert "name its interpreter" in err
+
+
+def test_the_agent_itself_is_killed(launch: Launch) -> None:
+    code = "subprocess.Popen(['sleep', '300']); touch(f'ready-{rank}')\n" + SLEEP
+    launched = launch(python(code))
+    launched.wait_for_files(launched.run_dir.parent, "ready-0", "ready-1")
+    rank_pid = launched.events("rank_start")[0]["pid"]
+    agent = int(Path(f"/proc/{rank_pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGKILL)
+    exit_code, _, err = launched.wait()
+    assert exit_code == 77
+    assert "the agent on localhost was killed by signal 9" in err
+    launched.nothing_left()

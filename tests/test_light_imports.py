@@ -1,0 +1,99 @@
+"""What a command imports, seen from outside: sys.modules of a real process after it ran."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dslaunch.cli.main import VERBS
+
+REPO_ROOT = Path(__file__).resolve().parents[1]
+RUN_FILE = REPO_ROOT / "examples" / "quickstart.yaml"
+
+# Of these, the first costs seconds; none has a place on a login node.
+HEAVY = {"torch", "deepspeed", "transformers", "peft", "datasets", "numpy", "pandas", "pyarrow", "tokenizers"}
+RESOLVING = {
+    "click", "jinja2", "markupsafe", "yaml", "_yaml", "pydantic", "pydantic_core",
+    "annotated_types", "typing_extensions", "typing_inspection",
+}  # fmt: skip
+
+_PROBE = """
+import sys
+before = set(sys.modules)  # what the interpreter and its .pth files bring along
+from dslaunch.cli.main import main
+code = main(sys.argv[1:])
+import json
+print("\\n" + json.dumps({"code": code, "modules": sorted(set(sys.modules) - before)}), file=sys.stderr)
+"""
+
+
+def imported(*argv: str, cwd: Path = REPO_ROOT) -> set[str]:
+    """The modules that ``dslaunch ARGV`` imported. The command must end with 0."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE, *argv], cwd=cwd, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stderr.splitlines()[-1])
+    assert result["code"] == 0, done.stderr
+    return set(result["modules"])
+
+
+def third_party(modules: set[str]) -> set[str]:
+    """Top-level modules from elsewhere, without those that a C extension or sysconfig makes up."""
+    tops = {name.partition(".")[0] for name in modules}
+    made_up = {top for top in tops if top.startswith(("_cython_", "cython_runtime", "_sysconfigdata_"))}
+    return tops - made_up - sys.stdlib_module_names - {"dslaunch"}
+
+
+def own(modules: set[str]) -> set[str]:
+    return {name for name in modules if name.partition(".")[0] == "dslaunch"}
+
+
+def test_help_imports_click_alone() -> None:
+    modules = imported("--help")
+    assert third_party(modules) == {"click"}
+    assert own(modules) == {
+        "dslaunch", "dslaunch.cli", "dslaunch.cli.main", "dslaunch.core", "dslaunch.core.errors",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_imports_click_alone(verb: str) -> None:
+    modules = imported(verb, "--help")
+    assert third_party(modules) == {"click"}
+    packages = {".".join(name.split(".")[:2]) for name in own(modules)}
+    assert packages <= {"dslaunch", "dslaunch.cli", "dslaunch.core"}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("gen-config", str(RUN_FILE)),
+        ("gen-config", "--zero-stage", "2", "--num-gpus-per-node", "2", "--precision", "fp32",
+         "--train-batch-size", "8", "--lr", "1e-4"),
+        ("plan", str(RUN_FILE)),
+        ("launch", str(RUN_FILE), "--dry-run"),
+        ("template", "list"),
+    ],
+    ids=lambda argv: " ".join(argv[:1]) + (" from flags" if "--lr" in argv else ""),
+)  # fmt: skip
+def test_resolving_imports_nothing_heavy(argv: tuple[str, ...], tmp_path: Path) -> None:
+    modules = imported(*argv, cwd=tmp_path)
+    tops = third_party(modules)
+    assert not tops & HEAVY
+    assert tops <= RESOLVING
+    assert not any(name.startswith(("dslaunch.train", "dslaunch.losses")) for name in modules)
+
+
+def test_the_probe_sees_an_import(tmp_path: Path) -> None:
+    """The probe itself must be able to fail: a sitecustomize-free import inside a verb shows up."""
+    (tmp_path / "sneaky.py").write_text("import wave\n")
+    code = _PROBE.replace("from dslaunch.cli.main import main", "import sneaky; main = lambda argv: 0")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert {"sneaky", "wave"} <= set(json.loads(done.stderr.splitlines()[-1])["modules"])

@@ -1,0 +1,60 @@
+"""Joining the ranks: what the environment must hold, and a master that is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.train.dist import read_rank_environment
+
+GOOD = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, values: dict[str, str]) -> None:
+    for name in GOOD:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_reads_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, GOOD)
+    assert read_rank_environment() == (1, 2, 0)
+
+
+def test_names_everything_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, {"RANK": "0", "WORLD_SIZE": ""})
+    with pytest.raises(EnvironmentNotReady, match="LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
+        read_rank_environment()
+
+
+@pytest.mark.parametrize("value", ["one", "-1", "1.5", " 1"])
+def test_a_rank_that_is_no_number(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    set_environment(monkeypatch, {**GOOD, "RANK": value})
+    with pytest.raises(ConfigError, match="RANK is"):
+        read_rank_environment()
+
+
+def test_a_master_that_is_not_there_is_one_sentence(ops_dir: Path) -> None:
+    """Port 1 of this machine: nobody listens, and rank 1 says so instead of a traceback."""
+    code = (
+        "import sys\nfrom dslaunch.core.errors import DslaunchError\n"
+        "from dslaunch.train.dist import init_world\n"
+        "try:\n    init_world(timeout_s=3)\n"
+        "except DslaunchError as error:\n    print(error.format()); sys.exit(error.exit_code)\n"
+    )
+    environment = {**os.environ, **GOOD, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 3, done.stderr
+    assert "rank 1 could not join 2 ranks at 127.0.0.1:1" in done.stdout

@@ -1,0 +1,162 @@
+"""Loading: right dtype, nothing untrusted, sizes that fit, adapters that match."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dslaunch.core.errors import ConfigError, DslaunchError
+from dslaunch.core.plan import ModelPlan
+from dslaunch.train.adapters import GradientWitness, add_adapter, check_targets
+from dslaunch.train.gguf import convert_gguf
+from dslaunch.train.model import check_vocabulary, load_base_model, load_model, load_tokenizer, model_kind
+from tests.support.plans import LORA, make_plan
+from tests.support.tiny import make_tiny_model_dir, make_tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model_dir(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def _plan(path: Path, **settings: object) -> ModelPlan:
+    return ModelPlan(path=str(path), kind="directory", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_parameter_has_the_asked_dtype(model_dir: Path, dtype: torch.dtype) -> None:
+    model = load_base_model(_plan(model_dir), dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model.config.use_cache is False
+
+
+def test_adapters_have_the_models_dtype_and_rotary_tables_stay_fp32(model_dir: Path, tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, model_dir, tmp_path / "none", adapter=LORA, precision="bf16")
+    loaded = load_model(plan, load_tokenizer(plan.model, torch.bfloat16))
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for n, b in loaded.model.named_buffers() if "inv_freq" in n} == {torch.float32}
+    trained = [n for n, p in loaded.model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in n for n in trained)
+    assert len(trained) == len(loaded.trainable)
+
+
+def test_new_adapter_weights_depend_on_the_seed_alone(model_dir: Path, tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, model_dir, tmp_path / "none", adapter=LORA)
+    tokenizer = load_tokenizer(plan.model, torch.float32)
+    torch.manual_seed(1)
+    first = load_model(plan, tokenizer).trainable
+    torch.manual_seed(2)
+    second = load_model(plan, tokenizer).trainable
+    other = load_model(replace(plan, seed=8), tokenizer).trainable
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_pickled_weights_need_permission(model_dir: Path, tmp_path: Path) -> None:
+    pickled = tmp_path / "pickled"
+    shutil.copytree(model_dir, pickled)
+    torch.save(load_base_model(_plan(model_dir), torch.float32).state_dict(), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="only pickled weights") as caught:
+        load_base_model(_plan(pickled), torch.float32)
+    assert "model.allow_pickle" in str(caught.value.hint)
+    assert load_base_model(_plan(pickled, allow_pickle=True), torch.float32) is not None
+
+
+def test_code_of_the_repository_is_not_run(model_dir: Path, tmp_path: Path) -> None:
+    remote = tmp_path / "remote"
+    shutil.copytree(model_dir, remote)
+    config = json.loads((remote / "config.json").read_text())
+    config["model_type"] = "of_their_own"
+    config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (remote / "config.json").write_text(json.dumps(config))
+    (remote / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ConfigError, match="Python code from its own repository"):
+        load_base_model(_plan(remote), torch.float32)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_that_do_not_fill_the_model_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(model_dir, short)
+    config = json.loads((short / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    (short / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="do not fill the model"):
+        load_base_model(_plan(short), torch.float32)
+
+
+def test_a_directory_without_a_model_and_a_missing_gguf(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        load_base_model(_plan(tmp_path), torch.float32)
+    missing = ModelPlan(path=str(tmp_path / "none.gguf"), kind="gguf")
+    with pytest.raises(ConfigError, match="no model file"):
+        load_base_model(missing, torch.float32)
+
+
+def test_a_broken_gguf_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + b"\0" * 100)
+    with pytest.raises(ConfigError, match="cannot be read as a language model"):
+        convert_gguf(tmp_path / "x.gguf", torch.float32, tmp_path / "models")
+    assert [p.name for p in (tmp_path / "models").iterdir() if not p.name.endswith(".lock")] == []
+
+
+def test_the_vocabulary_must_fit(model_dir: Path) -> None:
+    model = load_base_model(_plan(model_dir), torch.float32)
+    tokenizer = make_tiny_tokenizer(384)
+    check_vocabulary(model, tokenizer, "tiny")
+    tokenizer.add_tokens([f"<extra{i}>" for i in range(200)])
+    with pytest.raises(ConfigError, match="but the embedding of tiny has 384 rows"):
+        check_vocabulary(model, tokenizer, "tiny")
+
+
+def test_the_plans_chat_template_and_a_missing_pad_token(model_dir: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(model_dir, own)
+    config = json.loads((own / "tokenizer_config.json").read_text())
+    config.pop("pad_token", None)
+    (own / "tokenizer_config.json").write_text(json.dumps(config))
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0]['content'] }}")
+    tokenizer = load_tokenizer(_plan(own, chat_template=str(template)), torch.float32)
+    assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    with pytest.raises(ConfigError, match=r"model\.chat_template"):
+        load_tokenizer(_plan(own, chat_template=str(tmp_path / "none")), torch.float32)
+
+
+@pytest.mark.parametrize("key", ["target_modules", "modules_to_save"])
+def test_one_adapter_name_that_matches_nothing_is_an_error(model_dir: Path, key: str) -> None:
+    model = load_base_model(_plan(model_dir), torch.float32)
+    check_targets(model, LORA)
+    typo = replace(LORA, **{key: ("q_proj", "v_porj")})
+    with pytest.raises(ConfigError, match=f"adapter.{key}: 'v_porj' matches no layer") as caught:
+        add_adapter(model, typo)
+    assert "v_proj" in str(caught.value.hint)
+    assert "down_proj" in caught.value.message  # the candidates are listed
+
+
+def test_the_witness_sees_layers_that_get_no_gradient(model_dir: Path) -> None:
+    model, _ = add_adapter(load_base_model(_plan(model_dir), torch.float32), LORA)
+    ids = torch.arange(10).unsqueeze(0)
+    witness = GradientWitness(model)
+    model(input_ids=ids).logits.sum().backward()
+    witness.check()
+    del model.base_model.model.model.layers[1:]  # the last layer drops out of the forward ...
+    extra = add_adapter(load_base_model(_plan(model_dir), torch.float32), LORA)[0]
+    model.unused = extra  # ... and its adapter stays in the model
+    witness = GradientWitness(model)
+    model(input_ids=ids).logits.sum().backward()
+    with pytest.raises(DslaunchError, match="no gradient reached"):
+        witness.check()
+
+
+def test_model_kind(model_dir: Path) -> None:
+    assert model_kind(str(model_dir)) == "directory"
+    assert model_kind("x/y.GGUF") == "gguf"
+    assert model_kind("org/name") == "hub"

@@ -1,0 +1,103 @@
+"""Numbers reach metrics.jsonl, stdout and TensorBoard from the main rank, and from no other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dslaunch.core.errors import EnvironmentNotReady, LaunchFailed
+from dslaunch.core.plan import RunPlan
+from dslaunch.train.failures import explain, report_failure
+from dslaunch.train.report import check_trackers, open_report
+from tests.support.plans import make_plan, read_rows, save_plan
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> RunPlan:
+    plan = make_plan(tmp_path, tmp_path / "model", tmp_path / "data")
+    save_plan(plan)
+    return plan
+
+
+def test_the_main_rank_writes_and_others_do_not(plan: RunPlan, capsys: pytest.CaptureFixture[str]) -> None:
+    idle = open_report(plan, is_main=False, first_step=0)
+    idle.metrics("train", 1, loss=9.0)
+    idle.say("not me")
+    idle.event("not_me")
+    idle.close()
+    report = open_report(plan, is_main=True, first_step=0)
+    report.metrics("train", 1, loss=float("nan"), grad_norm_clipped=None, skipped=True, data_digest="ab")
+    report.metrics("eval", 1, loss=2.5)
+    report.say("a line")
+    report.event("train_start", step=0)
+    report.close()
+    report.close()
+    run_dir = Path(plan.launch.run_dir)
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert [row["kind"] for row in rows] == ["train", "eval"]
+    assert (rows[0]["loss"], rows[0]["grad_norm_clipped"], rows[0]["skipped"]) == ("nan", None, True)
+    assert [row["kind"] for row in read_rows(run_dir / "events.jsonl")] == ["train_start"]
+    assert capsys.readouterr().out == "a line\n"
+
+
+def test_tensorboard_has_the_numbers_and_forgets_what_a_resume_replaces(plan: RunPlan) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = open_report(plan, is_main=True, first_step=0)
+    for step in (1, 2, 3):
+        first.metrics("train", step, loss=float(step))
+    first.close()
+    resumed = open_report(plan, is_main=True, first_step=2)
+    resumed.metrics("train", 3, loss=33.0)
+    resumed.close()
+    curves = EventAccumulator(str(Path(plan.launch.run_dir) / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in curves.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 33.0)]
+
+
+def test_a_tracker_that_is_not_installed() -> None:
+    check_trackers(("tensorboard",))
+    with pytest.raises(EnvironmentNotReady, match="asks for mlflow, which is not installed"):
+        check_trackers(("tensorboard", "mlflow"))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Exception("Current loss scale already at minimum - cannot decrease scale anymore."), 76),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1"), 77),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."), 3),
+        (OSError(28, "No space left on device", "/x/metrics.jsonl"), 3),
+        (LaunchFailed("x", exit_code=9), 9),
+        (KeyError("oops"), 70),
+    ],
+)
+def test_every_failure_is_a_sentence_with_its_exit_code(error: Exception, code: int) -> None:
+    told = explain(error)
+    assert told.exit_code == code
+    assert "\n" not in told.message and told.message
+
+
+def test_our_own_bugs_keep_their_traceback(
+    tmp_path: Path, plan: RunPlan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = Path(plan.launch.run_dir)
+    try:
+        raise KeyError("deep inside")
+    except KeyError as error:
+        code = report_failure(error, rank=3, run_dir=run_dir, since="9999")
+    shown = capsys.readouterr().err
+    assert code == 70
+    assert shown.startswith("rank 3: Error: internal error: KeyError") and "Traceback" not in shown
+    assert "Traceback" in (run_dir / "logs/rank-3.traceback").read_text()
+    event = json.loads((run_dir / "events.jsonl").read_text())
+    assert (event["kind"], event["rank"], event["exit_code"]) == ("rank_error", 3, 70)
+
+
+def test_secrets_and_environment_do_not_leave_with_the_plan(plan: RunPlan) -> None:
+    from dslaunch.train.report import _public
+
+    launch = replace(plan.launch, env={"TOKEN": "abc"}, secret_env=("HF_TOKEN",))
+    assert "abc" not in json.dumps(_public(replace(plan, launch=launch)))
