@@ -22,15 +22,15 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_LOG_LEVEL", "error")
 
-import numpy as np  # noqa: E402  (the environment must be set first)
-import torch  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from dslaunch.core.plan import DataPlan  # noqa: E402
-from dslaunch.train.corpus import Corpus, build_corpus  # noqa: E402
-from dslaunch.train.data.collate import Sample  # noqa: E402
-from dslaunch.train.engine import Engine, initialize  # noqa: E402
-from dslaunch.train.objectives.sft import SftObjective  # noqa: E402
+from dslaunch.core.plan import DataPlan
+from dslaunch.train.corpus import Corpus, build_corpus
+from dslaunch.train.data.collate import Sample
+from dslaunch.train.engine import Engine, initialize
+from dslaunch.train.objectives.sft import SftObjective
 
 MAX_LENGTH, MEDIAN, SIGMA, VOCABULARY = 512, 128, 0.7, 4096
 TARGET_SPEEDUP = 1.5

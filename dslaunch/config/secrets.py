@@ -6,22 +6,9 @@ import re
 
 from dslaunch.config.report import Report
 from dslaunch.config.spec import LaunchSpec
+from dslaunch.core.command import RESERVED_VARIABLES, looks_secret
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(
-    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY|SECRET_KEY)(_|$)",
-    re.IGNORECASE,
-)
-# What the launcher itself sets for each rank.
-_RESERVED = {
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-}
 
 
 def check_env(spec: LaunchSpec, report: Report) -> None:
@@ -33,7 +20,7 @@ def check_env(spec: LaunchSpec, report: Report) -> None:
     for name, value in spec.env.items():
         key = f"launch.env.{name}"
         _check_name(name, key, report)
-        if _SECRET.search(name):
+        if looks_secret(name):
             report.fail(
                 key,
                 f"{key}: the name says that it is a secret, and a run file is no place for one",
@@ -48,5 +35,5 @@ def check_env(spec: LaunchSpec, report: Report) -> None:
 def _check_name(name: str, key: str, report: Report) -> None:
     if not _NAME.fullmatch(name):
         report.fail(key, f"{key}: {name!r} is no name of an environment variable", "letters, digits and _")
-    elif name in _RESERVED:
+    elif name in RESERVED_VARIABLES:
         report.fail(key, f"{key}: {name} is set by the launcher for each rank", "remove it")

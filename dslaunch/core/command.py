@@ -55,6 +55,14 @@ def shell_text(argv: Sequence[str]) -> str:
     return " ".join(quote(word) for word in argv)
 
 
+# What dslaunch itself tells a rank; a user's value would only contradict it.
+# DeepSpeed's CPU backend reads LOCAL_SIZE, its checkpoint code CROSS_RANK and CROSS_SIZE.
+RESERVED_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "DSLAUNCH_RUN_DIR",
+)  # fmt: skip
+
+
 def looks_secret(name: str) -> bool:
     """Whether a variable of this name (HF_TOKEN, WANDB_API_KEY) holds what no file may hold."""
     return _SECRET_NAME.search(name) is not None

@@ -1,7 +1,7 @@
 """The run directory: every file that a run needs or leaves, named once.
 
-    plan.json ds_config.json hostfile launch.sh
-    logs/rank-N.log  metrics.jsonl  events.jsonl  tensorboard/  checkpoints/step-N/  checkpoints/latest
+plan.json ds_config.json hostfile launch.sh
+logs/rank-N.log  metrics.jsonl  events.jsonl  tensorboard/  checkpoints/step-N/  checkpoints/latest
 """
 
 from __future__ import annotations

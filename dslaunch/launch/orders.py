@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dslaunch.core.command import check_argv, check_env
+from dslaunch.core.command import RESERVED_VARIABLES, check_argv, check_env
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import RunDir
@@ -15,12 +15,6 @@ from dslaunch.core.topology import RankPlace
 from dslaunch.launch.agent import PROTOCOL
 from dslaunch.launch.jit_cache import torch_extensions_dir
 
-# What dslaunch itself tells a rank; a user's value would only contradict it.
-# DeepSpeed's CPU backend reads LOCAL_SIZE, its checkpoint code CROSS_RANK and CROSS_SIZE.
-RESERVED = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "DSLAUNCH_RUN_DIR",
-)  # fmt: skip
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES"}
 
 
@@ -33,7 +27,7 @@ def check_launch(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     check_argv(plan.argv, "launch")
     check_env(plan.env, "launch.env")
     for name in (*plan.env, *plan.secret_env):
-        if name in RESERVED:
+        if name in RESERVED_VARIABLES:
             raise ConfigError(
                 f"launch.env: {name} is set by dslaunch for each rank",
                 hint="use cluster.master_addr and cluster.master_port for those two; leave the others out",

@@ -78,9 +78,21 @@ def _convert_into(path: Path, dtype: torch.dtype, target: Path) -> None:
     model, tokenizer = _read_gguf(path, dtype)
     _check_room(model, target.parent)
     with new_directory(target) as scratch:
-        _unquantized(model).save_pretrained(scratch)
+        save_whole(_unquantized(model), scratch)
         tokenizer.save_pretrained(scratch)
         (scratch / _COMPLETE).write_text(json.dumps({"source": str(path)}) + "\n", encoding="utf-8")
+
+
+def save_whole(model: Any, directory: Path) -> None:
+    """``save_pretrained`` that writes on whichever rank calls it.
+
+    transformers 5 writes nothing, without a word, where torch.distributed is
+    initialised and this is not rank 0 (transformers/distributed/mixin.py,
+    should_save_on_this_rank); the rank that converts is the first to need it.
+    """
+    model.should_save_on_this_rank = lambda is_main_process: True
+    model.save_pretrained(directory)
+    assert (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
 
 
 def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ import torch
 from dslaunch.core.errors import ConfigError, DslaunchError
 from dslaunch.core.plan import ModelPlan
 from dslaunch.train.adapters import GradientWitness, add_adapter, check_targets
-from dslaunch.train.gguf import convert_gguf
+from dslaunch.train.gguf import convert_gguf, save_whole
 from dslaunch.train.model import check_vocabulary, load_base_model, load_model, load_tokenizer, model_kind
 from tests.support.plans import LORA, make_plan
 from tests.support.tiny import make_tiny_model_dir, make_tiny_tokenizer
@@ -104,6 +104,21 @@ def test_a_broken_gguf_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read as a language model"):
         convert_gguf(tmp_path / "x.gguf", torch.float32, tmp_path / "models")
     assert [p.name for p in (tmp_path / "models").iterdir() if not p.name.endswith(".lock")] == []
+
+
+def test_a_rank_other_than_0_can_save_a_converted_model(model_dir: Path, tmp_path: Path) -> None:
+    import torch.distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    model = load_base_model(_plan(model_dir), torch.float32)
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        model.save_pretrained(tmp_path / "upstream")
+        save_whole(model, tmp_path / "ours")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not (tmp_path / "upstream/config.json").exists()  # else save_whole is not needed
+    assert (tmp_path / "ours/model.safetensors").stat().st_size > 90_000 * 4
 
 
 def test_the_vocabulary_must_fit(model_dir: Path) -> None:
