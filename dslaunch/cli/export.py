@@ -28,12 +28,13 @@ def command(checkpoint: Path, output: Path, merge: bool, force: bool, as_json: b
     CHECKPOINT is RUN_DIR/checkpoints/step-N, or RUN_DIR for its last one.
     Plain transformers and peft load the result.
     """
-    from dslaunch.train.quiet import quiet_libraries
+    from dslaunch.train.quiet import quiet_libraries, stdout_is_data
 
     quiet_libraries()
-    from dslaunch.train.export import export_checkpoint
+    with stdout_is_data():
+        from dslaunch.train.export import export_checkpoint
 
-    report = export_checkpoint(checkpoint, output, merge=merge, force=force)
+        report = export_checkpoint(checkpoint, output, merge=merge, force=force)
     if as_json:
         click.echo(json.dumps({"schema_version": 1, **dataclasses.asdict(report)}, indent=2))
         return 0

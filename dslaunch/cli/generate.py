@@ -44,11 +44,13 @@ def command(
     Decoding is greedy: the same prompt gives the same answer.
     """
     texts = list(_read_prompts(prompts))
-    from dslaunch.train.generate import answer_prompts, load_generator
-    from dslaunch.train.quiet import quiet_libraries
+    from dslaunch.train.quiet import quiet_libraries, stdout_is_data
 
     quiet_libraries()
-    generator = load_generator(model, trust_remote_code=trust_remote_code)
+    with stdout_is_data():
+        from dslaunch.train.generate import answer_prompts, load_generator
+
+        generator = load_generator(model, trust_remote_code=trust_remote_code)
     answers = []
     for answer in answer_prompts(generator, texts, max_new_tokens=max_new_tokens, system=system):
         if as_json:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import warnings
 
 
@@ -20,9 +22,20 @@ def quiet_libraries() -> None:
     os.environ.setdefault("DS_LOG_LEVEL", "error")
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning)
+    # DeepSpeed sets its logger's level and warns while it is imported; a filter outlives that.
+    logging.getLogger("DeepSpeed").addFilter(_is_error)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    for name in ("DeepSpeed", "peft", "accelerate"):
+    for name in ("peft", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def stdout_is_data() -> contextlib.AbstractContextManager[object]:
+    """While it lasts, what libraries print goes to stderr: stdout holds what the user asked for."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
