@@ -22,7 +22,7 @@ def write_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temp_name, mode if mode is not None else 0o666 & ~_umask())
+        os.chmod(temp_name, mode if mode is not None else 0o666 & ~umask())
         os.replace(temp_name, path)
     except BaseException:
         Path(temp_name).unlink(missing_ok=True)
@@ -51,8 +51,9 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _umask() -> int:
-    # The only way to read the umask is to set it.
+def umask() -> int:
+    """The process's umask."""
+    # The only way to read it is to set it.
     current = os.umask(0o077)
     os.umask(current)
     return current

@@ -61,7 +61,7 @@ def write_run_files(plan: RecordedPlan, launch_script: str) -> None:
     if isinstance(plan, RunPlan):
         atomic.write_json(run_dir.ds_config, plan.ds_config)
     atomic.write_text(run_dir.hostfile, render_hostfile(plan.launch.topology.hosts))
-    atomic.write_text(run_dir.launch_script, launch_script, mode=0o777 & ~_umask())
+    atomic.write_text(run_dir.launch_script, launch_script, mode=0o777 & ~atomic.umask())
 
 
 class RunLock:
@@ -87,9 +87,3 @@ class RunLock:
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-def _umask() -> int:
-    current = os.umask(0o077)
-    os.umask(current)
-    return current

@@ -61,6 +61,7 @@ def init_world(*, timeout_s: float = 1800.0) -> World:
     communication op of DeepSpeed cannot be built.
     """
     rank, world_size, local_rank = read_rank_environment()
+    tell_deepspeed_the_local_size()
     from dslaunch.train.jit_ops import prepare_ops
 
     with hold_deepspeeds_prints():
@@ -86,6 +87,18 @@ def init_world(*, timeout_s: float = 1800.0) -> World:
     if device.type != "cpu":
         accelerator.set_device(local_rank)
     return World(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
+
+
+def tell_deepspeed_the_local_size() -> None:
+    """F13: keep DeepSpeed's CPU backend from starting ``numactl`` again and again.
+
+    Where LOCAL_SIZE is not set it counts devices by a child process, at stage 3 in every
+    reduction of gradients; and it dies there where PATH names a directory that may not
+    be read. ``deepspeed`` and ``dslaunch launch`` set the variable, torchrun does not.
+    Source: accelerator/cpu_accelerator.py ``device_count``, utils/numa.py ``get_numa_cores``.
+    """
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    os.environ.setdefault("LOCAL_SIZE", local_size if local_size.isdecimal() else "1")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from dslaunch.train.engine import Engine
     from dslaunch.train.loop import Job
     from dslaunch.train.model import LoadedModel
+
+_PROGRESS_EVERY_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +94,7 @@ def _prepare(plan: RunPlan, world: World, stop: StopRequest, *, resume: bool) ->
     tokenizer = load_tokenizer(plan.model, DTYPES[plan.precision])
     train, evaluation = _load_data(plan, tokenizer, world)
     schedule = _build_schedule(plan, len(train))
+    _say(world, f"loading {plan.model.path} in {plan.precision}")
     loaded = load_model(plan, tokenizer)
     for note in loaded.notes:
         _say(world, note)
@@ -166,6 +169,7 @@ def _load_data(plan: RunPlan, tokenizer: Any, world: World) -> tuple[Corpus, Cor
             cache_dir=directory,
             max_dropped_fraction=plan.data.max_dropped_fraction,
             seed=plan.seed,
+            progress=_tokenising_progress(world),
         )
         for line in dataset.report.lines():
             _say(world, f"{what} data: {line.strip()}")
@@ -173,6 +177,21 @@ def _load_data(plan: RunPlan, tokenizer: Any, world: World) -> tuple[Corpus, Cor
 
     train = prepare(plan.data.train, "training")
     return train, prepare(plan.data.eval, "held-out") if plan.data.eval else None
+
+
+def _tokenising_progress(world: World) -> Callable[[str, int], None]:
+    """Says every few seconds how far tokenising has come; a small file is done before the first line."""
+    import time
+
+    last = time.monotonic()
+
+    def tell(path: str, num_records: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _PROGRESS_EVERY_S:
+            last = time.monotonic()
+            _say(world, f"tokenising {path}: {num_records} records so far")
+
+    return tell
 
 
 def _check_start(plan: RunPlan, *, resume: bool) -> None:

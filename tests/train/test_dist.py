@@ -58,3 +58,40 @@ def test_a_master_that_is_not_there_is_one_sentence(ops_dir: Path) -> None:
     )
     assert done.returncode == 3, done.stderr
     assert "rank 1 could not join 2 ranks at 127.0.0.1:1" in done.stdout
+
+
+COUNT_DEVICES = """
+import os
+from dslaunch.train.dist import tell_deepspeed_the_local_size
+if os.environ.pop("CURE"):
+    tell_deepspeed_the_local_size()
+from deepspeed.accelerator import get_accelerator
+print(get_accelerator().device_count())
+"""
+
+
+def count_devices(tmp_path: Path, *, cure: str) -> tuple[str, bool]:
+    """What DeepSpeed counts on a CPU under torchrun's variables, and whether it started numactl for it."""
+    witness = tmp_path / "numactl-ran"
+    numactl = tmp_path / "numactl"
+    numactl.write_text(f"#!/bin/sh\n: > '{witness}'\nexit 1\n")
+    numactl.chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_SIZE"}
+    environment |= {"CURE": cure, "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": os.getcwd()}
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COUNT_DEVICES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.stdout.strip().rpartition("\n")[2], witness.exists()
+
+
+def test_upstream_starts_numactl_to_count_devices(tmp_path: Path) -> None:
+    assert count_devices(tmp_path, cure="")[1]
+
+
+def test_no_numactl_once_the_local_size_is_told(tmp_path: Path) -> None:
+    assert count_devices(tmp_path, cure="yes") == ("2", False)

@@ -29,6 +29,7 @@ from dslaunch.train.engine import Engine
 
 SAVING = ".saving-"
 REPLACED = ".replaced-"
+_DEEPSPEED_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # copies that DeepSpeed leaves in the root
 
 
 def save_checkpoint(
@@ -156,6 +157,8 @@ def _publish(root: Path, temporary: Path, final: Path) -> None:
     temporary.rename(final)
     fsync_directory(root)
     write_text(root / LATEST, final.name + "\n")
+    for script in _DEEPSPEED_SCRIPTS:  # `dslaunch export` reads checkpoints, and checks them first
+        (root / script).unlink(missing_ok=True)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
