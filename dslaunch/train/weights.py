@@ -20,22 +20,7 @@ from dslaunch.train.checkpoint.manifest import (
     latest_checkpoint,
     read_manifest,
 )
-
-# What DeepSpeed's own files refer to besides tensors and plain containers. Anything else in a
-# checkpoint would run code of its choice when read, so it is refused by name.
-_KNOWN_GLOBALS = frozenset(
-    {
-        "argparse.Namespace",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-        "deepspeed.utils.tensor_fragment.tensor_fragment",
-        "deepspeed.runtime.utils.noop_context",
-        "numpy.core.multiarray.scalar",
-        "numpy.dtype",
-    }
-)
+from dslaunch.train.checkpoint.pickles import check_pickle
 
 
 @dataclass(frozen=True)
@@ -83,20 +68,6 @@ def load_trained_weights(checkpoint: Path) -> TrainedWeights:
     tensors = {name: state[name] for name in manifest.trainable if name in state}
     check_tensors(tensors, manifest.trainable, str(checkpoint))
     return TrainedWeights(checkpoint, manifest, {n: t.float() for n, t in tensors.items()})
-
-
-def check_pickle(path: Path) -> None:
-    """Refuse a torch file that refers to anything but what DeepSpeed writes. Nothing is unpickled."""
-    try:
-        names = set(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
-    except Exception as error:  # a broken zip, or no torch file at all
-        raise ConfigError(f"{path} is not a torch file: {type(error).__name__}: {error}") from error
-    foreign = sorted(names - _KNOWN_GLOBALS)
-    if foreign:
-        raise ConfigError(
-            f"{path} refers to {foreign[0]}, which a checkpoint of DeepSpeed does not; it was not read",
-            hint="the file may run code when it is loaded: find out where it comes from",
-        )
 
 
 def check_tensors(

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from dslaunch.core.errors import EnvironmentNotReady
+
 
 def permit_emulated_fp16() -> bool:
     """Let DeepSpeed run fp16 on a CPU that has no fp16 instructions. For tests and debugging.
@@ -40,8 +42,11 @@ def delay_loss_scale_growth(ds: Any) -> None:
     The wrapper sits on the optimizer, never on its ``loss_scaler``: that object is
     pickled into checkpoints and replaced when one is loaded.
     Source: runtime/zero/stage_1_and_2.py and stage3.py, ``step``.
+    Raises EnvironmentNotReady where the optimizer has no such method: DeepSpeed has changed.
     """
     optimizer = ds.optimizer
+    if not hasattr(optimizer, "_update_scale"):
+        raise _other_deepspeed(f"{type(optimizer).__name__} has no _update_scale", "the loss scale (F2)")
     update_scale = optimizer._update_scale
     step = optimizer.step
     waiting = False
@@ -67,26 +72,29 @@ def delay_loss_scale_growth(ds: Any) -> None:
     optimizer.step = step_then_update
 
 
-def name_the_stage_in_bf16_checkpoints(ds: Any) -> None:
-    """F12: make stage 1's bf16 checkpoints with fp32 accumulation readable by ``zero_to_fp32``.
+def name_the_stage_in_checkpoints(ds: Any) -> None:
+    """F12, F14: make every ZeRO checkpoint say its stage, as a plain number.
 
-    For these two settings DeepSpeed takes its BF16_Optimizer, whose state lacks the one
-    key by which its own converter knows a ZeRO checkpoint; all else is there.
-    Source: runtime/bf16_optimizer.py ``state_dict``, utils/zero_to_fp32.py ``parse_optim_states``.
+    F12: with bf16, fp32 accumulation and stage 1 DeepSpeed takes its BF16_Optimizer, whose
+    state lacks the key by which its own converter knows a ZeRO checkpoint; all else is there.
+    F14: elsewhere the value is an enum member, which Python before 3.11.4 pickles as a call
+    of ``getattr``: no loader that checks what it unpickles can let that pass.
+    Source: ``state_dict`` in runtime/bf16_optimizer.py, zero/stage_1_and_2.py and
+    zero/stage3.py; utils/zero_to_fp32.py ``parse_optim_states``.
     """
     from deepspeed.checkpoint.constants import ZERO_STAGE
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-    optimizer = ds.optimizer
-    if not isinstance(optimizer, BF16_Optimizer) or ds.zero_optimization_stage() != 1:
+    stage = int(ds.zero_optimization_stage())
+    if stage == 0:
         return
-    state_dict = optimizer.state_dict
+    state_dict = ds.optimizer.state_dict
 
     @functools.wraps(state_dict)
     def state_dict_with_stage() -> dict[str, Any]:
-        return {ZERO_STAGE: 1, **state_dict()}
+        state = state_dict()
+        return {**state, ZERO_STAGE: int(state.get(ZERO_STAGE, stage))}
 
-    optimizer.state_dict = state_dict_with_stage
+    ds.optimizer.state_dict = state_dict_with_stage
 
 
 def check_gradients_at_fp32_stage_0(ds: Any) -> None:
@@ -123,3 +131,13 @@ def measure_fp32_stage_0(ds: Any) -> None:
     ds.optimizer.overflow = not math.isfinite(norm)
     # ZeRO reports inf for nan as well; so that the same step reads the same at every stage.
     ds.optimizer._global_grad_norm = math.inf if ds.optimizer.overflow else norm
+
+
+def _other_deepspeed(what: str, cured: str) -> EnvironmentNotReady:
+    """A cure that finds nothing to hold on to must not vanish without a word."""
+    import deepspeed
+
+    return EnvironmentNotReady(
+        f"DeepSpeed {deepspeed.__version__} is not the one that the cure of {cured} was made for: {what}",
+        hint="install the DeepSpeed of constraints.txt, or use precision bf16 or fp32",
+    )

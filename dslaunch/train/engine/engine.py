@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from dslaunch.core.errors import ConfigError, Diverged
+from dslaunch.core.errors import ConfigError, Diverged, one_line
 from dslaunch.train.dist import hold_deepspeeds_prints, init_world
 from dslaunch.train.engine import cures, ds_config
 from dslaunch.train.engine.result import StepResult
 from dslaunch.train.engine.window import Window
+from dslaunch.train.jit_ops import prepare_optimizer
 
 Note = Callable[[str], None]
 
@@ -24,7 +25,7 @@ class Engine:
     ``deepspeed`` is the engine beneath, for what is not wrapped here.
     """
 
-    def __init__(self, ds: Any, *, precision: str, notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, ds: Any, *, precision: str, trains: bool, notes: tuple[str, ...] = ()) -> None:
         self.deepspeed = ds
         self.precision = precision
         self.notes = notes
@@ -33,9 +34,10 @@ class Engine:
         self._checks_fp32 = plain and ds.optimizer is not None
         if self._checks_fp32:
             cures.check_gradients_at_fp32_stage_0(ds)
-        elif ds.fp16_enabled() and hasattr(ds.optimizer, "_update_scale"):
+        elif trains and ds.fp16_enabled():
             cures.delay_loss_scale_growth(ds)
-        cures.name_the_stage_in_bf16_checkpoints(ds)
+        if trains:
+            cures.name_the_stage_in_checkpoints(ds)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, through DeepSpeed's hooks."""
@@ -208,7 +210,8 @@ def initialize(
     ``allow_emulated_fp16``: run fp16 on a CPU without fp16 instructions (slow, for tests).
 
     Raises ConfigError for a config that DeepSpeed refuses or would run wrong,
-    EnvironmentNotReady where the ranks cannot be joined.
+    EnvironmentNotReady where the ranks cannot be joined, an op cannot be compiled, or a
+    cure finds another DeepSpeed than it was made for.
     """
     world = init_world()
     settings = ds_config.load_ds_config(config)
@@ -222,6 +225,8 @@ def initialize(
         model_parameters = [p for p in model.parameters() if p.requires_grad]
         if not model_parameters:
             raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+    if optimizer is None:
+        prepare_optimizer(settings)
     ds = _deepspeed_initialize(
         model=model,
         config=ds_config.quiet(settings),
@@ -230,7 +235,7 @@ def initialize(
         model_parameters=model_parameters,
         **more,
     )
-    return Engine(ds, precision=ds_config.precision_of(settings), notes=tuple(notes))
+    return Engine(ds, precision=ds_config.precision_of(settings), trains=trains, notes=tuple(notes))
 
 
 def _prepare(settings: dict[str, Any], optimizer: Any, allow_emulated_fp16: bool) -> list[str]:
@@ -239,6 +244,7 @@ def _prepare(settings: dict[str, Any], optimizer: Any, allow_emulated_fp16: bool
         raise ConfigError("fp16.enabled and bf16.enabled are both true", hint="turn one of them off")
     ds_config.zero_stage_of(settings)  # raises for a stage that is none
     ds_config.refuse_fp16_autocast_under_zero(settings)
+    ds_config.refuse_unmeasured_gradients(settings)
     if ds_config.precision_of(settings) != "fp16":
         return []
     from deepspeed.accelerator import get_accelerator
@@ -264,14 +270,8 @@ def _deepspeed_initialize(**arguments: Any) -> Any:
             return deepspeed.initialize(**arguments)[0]
     except refusals as error:
         raise ConfigError(
-            f"DeepSpeed {deepspeed.__version__} refuses this configuration: {_one_line(error)}"
+            f"DeepSpeed {deepspeed.__version__} refuses this configuration: {one_line(error)}"
         ) from error
-
-
-def _one_line(error: BaseException) -> str:
-    """An error's text on one line; pydantic's says only in the lines after the first what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(lines[:3]) if lines else type(error).__name__
 
 
 def _optimizer_name(optimizer: Any) -> str | None:
