@@ -42,7 +42,7 @@ def main() -> int:
         )
         return 3
     SHORT_NAMES[str(base)] = "$MODEL"
-    print(f"$ MODEL={base}\n$ export DSLAUNCH_CACHE={CACHE} HF_HUB_OFFLINE=1")
+    print(f"$ . .venv/bin/activate\n$ MODEL={base}\n$ export DSLAUNCH_CACHE=$PWD/{CACHE} HF_HUB_OFFLINE=1")
     with_model = [str(RUN_FILE), "--set", f"model.path={base}"]
     run_dir = Path("runs") / f"quickstart-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
     asked = [json.loads(line)["messages"] for line in HELDOUT.read_text(encoding="utf-8").splitlines()][SHOWN]
@@ -57,9 +57,9 @@ def main() -> int:
     title("3. Fine-tune: LoRA, DeepSpeed ZeRO-2, two ranks")
     dslaunch("launch", *with_model, "--run-dir", str(run_dir))
 
-    title("4. Export the adapter, and ask again")
-    dslaunch("export", str(run_dir), "-o", str(run_dir / "adapter"))
-    after = answers(run_dir / "adapter", questions)
+    title("4. Export the model with what it learned, and ask again")
+    dslaunch("export", str(run_dir), "-o", str(run_dir / "model"), "--merge")
+    after = answers(run_dir / "model", questions)
 
     title("5. What it learned, on wordings that it was not trained on")
     for messages, old, new in zip(asked, before, after, strict=True):

@@ -43,7 +43,20 @@ def command(checkpoint: Path, output: Path, merge: bool, force: bool, as_json: b
         f"({report.num_parameters:,} parameters, {report.dtype})"
     )
     if report.kind == "adapter":
-        click.echo(f"its base is {report.base_model}; --merge writes a model that needs none", err=True)
+        click.echo(_about_base(report.base_model), err=True)
     if report.max_logit_drift is not None:
         click.echo(f"merged and adapter model agree to {report.max_logit_drift:.2g} in the logits", err=True)
     return 0
+
+
+def _about_base(base_model: str) -> str:
+    """What it takes to load an adapter on ``base_model``; peft by itself cannot open a .gguf file."""
+    text = f"its base is {base_model}; --merge writes a model that needs none"
+    path = Path(base_model)
+    if path.suffix.lower() != ".gguf":
+        return text
+    return (
+        f"{text}\nthe base is a .gguf file, which AutoPeftModel cannot open; in Python:\n"
+        f"  base = AutoModelForCausalLM.from_pretrained({str(path.parent)!r}, gguf_file={path.name!r})\n"
+        "  model = PeftModel.from_pretrained(base, DIR)"
+    )

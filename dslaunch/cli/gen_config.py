@@ -49,6 +49,7 @@ def _render(
     from dslaunch.config.engine_plan import resolve_engine
     from dslaunch.config.facts import probe_facts
     from dslaunch.config.load import load_flags
+    from dslaunch.config.paths import check_written_paths
     from dslaunch.config.render import render_ds_config
     from dslaunch.config.report import Report
 
@@ -57,7 +58,9 @@ def _render(
     else:
         loaded = options.load_run_spec(run_file, set_, flags)
     report = Report(loaded, notes=list(loaded.notes))
-    engine = resolve_engine(report, probe_facts(loaded, cwd=Path.cwd(), environ=os.environ))
+    facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
+    engine = resolve_engine(report, facts)
+    check_written_paths(report, facts)
     config = render_ds_config(engine[0], report) if engine else {}
     report.raise_if_any()
     return config, tuple(report.notes)

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,7 +17,7 @@ from dslaunch.cli.launch_request import LaunchRequest
 if TYPE_CHECKING:
     from dslaunch.core.events import JsonlWriter
     from dslaunch.core.plan import LaunchPlan
-    from dslaunch.launch.record import RecordedPlan
+    from dslaunch.launch.record import RecordedPlan, RunFile
     from dslaunch.launch.verdict import Outcome
 
 _COMMAND_KEY = "dslaunch.command"
@@ -95,42 +95,49 @@ def _run(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> int:
     from dslaunch.launch.supervisor import check_ready, supervise
 
     check_ready(plan.launch)
+    _render(plan)  # what cannot be written must be found while there is no run directory
     plan = claim_run_dir(plan, request)
     out = sys.stderr.buffer if as_json else sys.stdout.buffer
-    with _recorded(plan) as events:
+    with _recorded(plan) as (events, keep_fds):
         _announce(plan.launch)
-        outcome = supervise(rank_plan(plan, request), events=events, out=out, err=sys.stderr.buffer)
+        outcome = supervise(
+            rank_plan(plan, request), events=events, out=out, err=sys.stderr.buffer, keep_fds=keep_fds
+        )
     if as_json:
         click.echo(json.dumps(_outcome_json(outcome, plan.launch)))
     return outcome.exit_code
 
 
+def _render(plan: RecordedPlan) -> tuple[RunFile, ...]:
+    from dslaunch.launch.record import render_run_files
+    from dslaunch.launch.script import render_launch_script
+
+    return render_run_files(plan, render_launch_script(plan))
+
+
 @contextmanager
-def _recorded(plan: RecordedPlan) -> Iterator[JsonlWriter]:
-    """The run directory, with the plan in it, ours alone while this lasts; its events.jsonl."""
+def _recorded(plan: RecordedPlan) -> Iterator[tuple[JsonlWriter, tuple[int, ...]]]:
+    """The run directory, with the plan in it, ours alone while this lasts: its events.jsonl, its lock."""
     from pathlib import Path
 
     from dslaunch.core.errors import EnvironmentNotReady
     from dslaunch.core.events import JsonlWriter
     from dslaunch.core.run_dir import RunDir
-    from dslaunch.launch.record import RunLock, write_run_files
-    from dslaunch.launch.script import render_launch_script
+    from dslaunch.launch.record import hold_run_dir, write_run_files
 
     run_dir = RunDir(Path(plan.launch.run_dir))
-    try:
-        lock = RunLock(run_dir.path)
-        write_run_files(plan, render_launch_script(plan))
-        events = JsonlWriter(run_dir.events)
-    except OSError as error:
-        raise EnvironmentNotReady(
-            f"cannot write the run directory {run_dir.path}: {error.strerror}; nothing was started",
-            hint="free space there, or give another --run-dir",
-        ) from error
-    try:
-        yield events
-    finally:
-        events.close()
-        lock.close()
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context(hold_run_dir(run_dir.path))
+            write_run_files(_render(plan))
+            events = JsonlWriter(run_dir.events)
+        except OSError as error:
+            raise EnvironmentNotReady(
+                f"cannot write the run directory {run_dir.path}: {error.strerror}; nothing was started",
+                hint="free space there, or give another --run-dir",
+            ) from error
+        stack.callback(events.close)
+        yield events, () if lock is None else (lock,)
 
 
 def _announce(launch: LaunchPlan) -> None:
@@ -155,6 +162,7 @@ def _outcome_json(outcome: Outcome, launch: LaunchPlan) -> dict[str, Any]:
         "exit_code": outcome.exit_code,
         "cancelled_by_signal": outcome.cancelled_by,
         "lost_host": outcome.lost_host,
+        "late_ranks": list(outcome.late),
         "first_failure": first and {"rank": first.rank, "host": first.host, "code": first.code},
         "ranks": [
             {"rank": end.rank, "host": end.host, "code": end.code, "asked_to_stop": end.asked}
@@ -197,9 +205,9 @@ def _show_host(orders: dict[str, Any]) -> None:
     click.echo(f"  {shell_text(orders['argv'])}\n\nwith, added to the environment,\n")
     for name, value in orders["env"].items():
         click.echo(f"  {name}={_quoted(value)}")
-    devices = orders["visible_devices"]
-    if devices:
-        click.echo(f"  {devices['variable']}={','.join(devices['slots'])}  (within those visible there)")
+    if orders["visible_devices"]:
+        devices = ",".join(orders["visible_devices"])
+        click.echo(f"  CUDA_VISIBLE_DEVICES={devices}  (within those visible there; AMD: HIP_ or ROCR_...)")
     if "OMP_NUM_THREADS" not in {*orders["env"], *os.environ}:
         click.echo(f"  OMP_NUM_THREADS=(cores there / {len(orders['ranks'])} ranks)")
     for rank in orders["ranks"]:

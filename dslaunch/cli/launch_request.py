@@ -55,12 +55,12 @@ def resolve_request(request: LaunchRequest) -> RecordedPlan:
 
 
 def claim_run_dir(plan: RecordedPlan, request: LaunchRequest) -> RecordedPlan:
-    """Make the plan's run directory; a default name that is taken gets a number."""
+    """Make the plan's run directory; one that nobody named gets a number where it is taken."""
     from dslaunch.core.run_dir import RunDir
     from dslaunch.launch.record import move_plan
 
     wanted = Path(plan.launch.run_dir)
-    if not request.resume and _is_default(wanted, plan.name):
+    if not request.resume and not _names_run_dir(plan, request):
         # Two launches in the same second: the one that makes the directory has it.
         wanted = _make_unused(wanted)
         plan = move_plan(plan, wanted) if str(wanted) != plan.launch.run_dir else plan
@@ -99,7 +99,7 @@ def _resolve_run_file(request: LaunchRequest) -> RunPlan:
     )
     if not request.resume:
         return asked
-    if request.run_dir is None and _is_default(Path(asked.launch.run_dir), asked.name):
+    if not _names_run_dir(asked, request):
         raise _which_run(asked.name, Path(asked.launch.run_dir).parent)
     recorded = load_recorded_plan(_recorded_path(asked.launch.run_dir))
     if not isinstance(recorded, RunPlan):
@@ -223,8 +223,17 @@ def _default_run_dir(name: str, root: Path) -> Path:
     return default_run_dir(name, runs_root=root, now=datetime.now(timezone.utc))
 
 
+def _names_run_dir(plan: RecordedPlan, request: LaunchRequest) -> bool:
+    """Whether the user chose the run directory, by flag or in the run file; else it has a default name."""
+    from dslaunch.core.plan import RunPlan
+
+    if request.run_dir is not None or request.run_file is None:
+        return request.run_dir is not None
+    return isinstance(plan, RunPlan) and plan.origins["launch.run_dir"].source != "derived"
+
+
 def _is_default(run_dir: Path, name: str) -> bool:
-    return re.fullmatch(re.escape(name) + r"-\d{8}T\d{6}Z", run_dir.name) is not None
+    return re.fullmatch(re.escape(name) + r"-\d{8}T\d{6}Z(-\d+)?", run_dir.name) is not None
 
 
 def _which_run(name: str, root: Path) -> ConfigError:
@@ -233,7 +242,7 @@ def _which_run(name: str, root: Path) -> ConfigError:
     from dslaunch.core.run_dir import RunDir
 
     runs = sorted(
-        path for path in root.glob("*-*Z") if _is_default(path, name) and RunDir(path).plan.exists()
+        path for path in root.glob("*-*Z*") if _is_default(path, name) and RunDir(path).plan.exists()
     )
     hint = (
         f"--run-dir {runs[-1]} is the newest run of {name}"

@@ -6,6 +6,7 @@ library alone, and shows the verbs from the table below.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import click
 
 from dslaunch import __version__
-from dslaunch.core.errors import EXIT_CANCELLED_INT, EXIT_OUR_BUG, DslaunchError
+from dslaunch.core.errors import EXIT_CANCELLED_INT, EXIT_NOT_READY, EXIT_OUR_BUG, DslaunchError
 
 # verb -> (module, what --help says). The module holds a click command named `command`.
 VERBS: dict[str, tuple[str, str]] = {
@@ -24,6 +25,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "generate": ("dslaunch.cli.generate", "Answer prompts with an exported model or adapter."),
     "template": ("dslaunch.cli.template", "List, show or copy the templates."),
 }
+
+
+# A disk or quota that is full, most often that of stdout: the user's to mend, and no bug of ours.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LazyGroup(click.Group):
@@ -69,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
     debug = "--debug" in args[:1]
     try:
         result: Any = dslaunch.main(args=args, prog_name="dslaunch", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # or a full disk would show only after the exit code is chosen
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
         error.show()
@@ -90,6 +97,9 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            print(f"Error: cannot write {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+            return EXIT_NOT_READY
         print(
             f"Error: internal error in dslaunch: {type(error).__name__}: {error}\n\n"
             "hint: this is our bug; run `dslaunch --debug ...` and report the traceback",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from dslaunch.config.load import LoadedSpec, Override
+    from dslaunch.config.load import LoadedSpec
+    from dslaunch.config.overrides import Override
     from dslaunch.core.plan import RunPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -81,7 +82,7 @@ def master_options(function: F) -> F:
 
 def flag_overrides(flags: Mapping[str, Any]) -> list[Override]:
     """The flags that were given, as values of the run file's keys. None means not given."""
-    from dslaunch.config.load import Override
+    from dslaunch.config.overrides import Override
 
     found = []
     for name, value in flags.items():

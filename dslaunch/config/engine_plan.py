@@ -45,7 +45,10 @@ def resolve_engine(report: Report, facts: Facts) -> tuple[EnginePlan, ResolvedHo
     spec: EngineSpec = report.loaded.spec
     hosts = None
     with report.catching("cluster"):
-        hosts = resolve_hosts(spec.cluster, facts)
+        if facts.hostfile_problem is None:
+            hosts = resolve_hosts(spec.cluster, facts)
+        else:
+            report.add("cluster.hostfile", facts.hostfile_problem)
     zero_options = resolve_zero(spec.zero_optimization, facts, report)
     adapter = getattr(spec, "adapter", None) is not None
     chosen = resolve_optimizer(
@@ -63,6 +66,8 @@ def resolve_engine(report: Report, facts: Facts) -> tuple[EnginePlan, ResolvedHo
     precision = _resolve_precision(spec, hosts, facts, report)
     if batch is None or precision is None:
         return None
+    if spec.zero_optimization.stage == 0:
+        _note_stage_0(precision, report)
     engine = EnginePlan(
         precision=precision,
         fp16=_fp16(spec, precision, report),
@@ -121,12 +126,29 @@ def _fp16(spec: EngineSpec, precision: Precision, report: Report) -> Fp16Plan | 
         if report.given("fp16"):
             report.note(f"{report.loaded.where('fp16')}fp16 is not used: precision is {precision}")
         return None
-    if spec.zero_optimization.stage == 0:
-        report.note(
-            "fp16 at ZeRO stage 0: DeepSpeed 0.19.8 itself does not scale the loss there;"
-            " in a training script of your own use stage 1, which computes the same"
+    part = spec.fp16
+    if part.loss_scale == "dynamic" and part.min_loss_scale > 2**part.initial_scale_power:
+        key, start = "fp16.min_loss_scale", 2**part.initial_scale_power
+        report.fail(
+            key if report.given(key) else "fp16.initial_scale_power",
+            f"{key} {part.min_loss_scale} is above the first scale, 2^{part.initial_scale_power} = {start}",
+            f"set {key} to at most {start}, or raise fp16.initial_scale_power",
         )
-    return Fp16Plan(**spec.fp16.model_dump())
+    return Fp16Plan(**part.model_dump())
+
+
+def _note_stage_0(precision: Precision, report: Report) -> None:
+    """Our worker cures these; a script that gets the JSON from gen-config does not."""
+    if precision == "fp32":
+        return
+    does = {
+        "fp16": "does not scale the loss there and takes a step on zero gradients at the start",
+        "bf16": "takes an optimizer step on zero gradients there at the start",
+    }[precision]
+    report.note(
+        f"{precision} at ZeRO stage 0: DeepSpeed 0.19.8 itself {does};"
+        " in a training script of your own use stage 1, which computes the same"
+    )
 
 
 def _grad_accum_dtype(spec: EngineSpec, precision: Precision, batch: BatchPlan) -> str | None:

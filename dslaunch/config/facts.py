@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,11 +12,12 @@ from typing import Any, Literal
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.spec import RunSpec
 from dslaunch.core.devices import Inventory, probe_inventory
-from dslaunch.core.errors import HostfileError
+from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
 from dslaunch.core.hostfile import parse_hostfile
-from dslaunch.core.topology import Host
+from dslaunch.core.topology import Host, is_this_machine
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".ndjson")
+_MAX_LINES = 2000  # of a hostfile that is read line by line for all that is wrong with it
 
 
 @dataclass(frozen=True)
@@ -29,44 +30,60 @@ class PathFact:
     nearest: str | None = None  # an existing path whose name is close
 
 
+class _NamesOfThisMachine:
+    """Holds every name of this machine. Only what is asked for is looked up: a hostfile may be long."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and is_this_machine(name)
+
+
 @dataclass(frozen=True)
 class Facts:
     """The devices of this machine, the hostfile's hosts and the paths that the run file names.
 
     ``paths`` is keyed by key path (``model.path``, ``data.train[0].path``).
-    ``hosts`` is None without a hostfile. ``model_dtype`` is what the model's
+    ``hosts`` is None without a hostfile, or with one that cannot be read: ``hostfile_problem``
+    says why, to be shown with all other problems. ``model_dtype`` is what the model's
     config.json says of its weights, None where it says nothing or is not local.
     """
 
     inventory: Inventory
     hosts: tuple[Host, ...] | None = None
-    local_names: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
+    local_names: Container[str] = ("localhost", "127.0.0.1", "::1")
     paths: Mapping[str, PathFact] = field(default_factory=dict)
     model_dtype: str | None = None
+    hostfile_problem: ConfigError | None = None
 
 
 def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str]) -> Facts:
-    """Look at this machine and at the files that the spec names. Opens no network connection.
+    """Look at this machine and at the files that the spec names. No other machine is contacted.
 
-    Raises HostfileError where the hostfile is missing or wrong, ConfigError for
-    a local GPU that is not in the device table.
+    Raises nothing: a wrong hostfile is ``hostfile_problem``, and a local GPU that is
+    not in the device table has precisions that are "unknown".
     """
-    paths = {key: _path_fact(text, _base(loaded, key, cwd)) for key, text in written_paths(loaded.spec)}
-    hosts = None
+    paths = {key: _path_fact(key, text, _base(loaded, key, cwd)) for key, text in written_paths(loaded.spec)}
+    hosts, problem = None, None
     if loaded.spec.cluster.hostfile is not None:
-        hosts = load_hostfile(paths["cluster.hostfile"], loaded.where("cluster.hostfile"))
+        try:
+            hosts = load_hostfile(paths["cluster.hostfile"], loaded.where("cluster.hostfile"))
+        except ConfigError as error:
+            problem = error
     model = paths.get("model.path")
     return Facts(
         inventory=probe_inventory(environ),
         hosts=hosts,
-        local_names=("localhost", "127.0.0.1", "::1", os.uname().nodename),
+        local_names=_NamesOfThisMachine(),
         paths=paths,
         model_dtype=_model_dtype(Path(model.absolute)) if model and model.kind == "directory" else None,
+        hostfile_problem=problem,
     )
 
 
 def load_hostfile(fact: PathFact, where: str) -> tuple[Host, ...]:
-    """Read and parse a hostfile. A missing one is an error, never a local run."""
+    """Read and parse a hostfile. A missing one is an error, never a local run.
+
+    Raises HostfileError, or ConfigErrors with all lines of the file that are wrong.
+    """
     if fact.kind != "file":
         what = "not found" if fact.kind == "missing" else "is a directory"
         hint = f"did you mean {fact.nearest}?" if fact.nearest else "for a local run leave hostfile out"
@@ -76,7 +93,25 @@ def load_hostfile(fact: PathFact, where: str) -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise HostfileError(f"{where}cannot read hostfile {fact.absolute}: {reason}") from None
-    return parse_hostfile(text, fact.absolute)
+    try:
+        return parse_hostfile(text, fact.absolute)
+    except HostfileError as error:
+        raise _all_wrong_lines(text, fact.absolute, error) from None
+
+
+def _all_wrong_lines(text: str, name: str, first: HostfileError) -> ConfigError:
+    """``first`` with what is wrong in other lines, each read alone; a huge file keeps to ``first``."""
+    problems = [first]
+    lines = text.split("\n")
+    for number, line in enumerate(lines if len(lines) <= _MAX_LINES else []):
+        if not line.split("#", 1)[0].strip():
+            continue
+        try:
+            parse_hostfile("\n" * number + line, name)
+        except HostfileError as error:
+            if error.message != first.message:
+                problems.append(error)
+    return first if len(problems) == 1 else ConfigErrors(list(problems))
 
 
 def looks_like_path(text: str) -> bool:
@@ -104,6 +139,8 @@ def written_paths(spec: Any) -> list[tuple[str, str]]:
                 found.append((f"data.{kind}[{i}].path", source.path))
         found += [("data.cache_dir", spec.data.cache_dir), ("launch.cwd", spec.launch.cwd)]
         found.append(("output.run_dir", spec.output.run_dir))
+        if "/" in (spec.launch.python or ""):  # a bare name is looked up in PATH
+            found.append(("launch.python", spec.launch.python))
     return [(key, text) for key, text in found if text is not None]
 
 
@@ -112,28 +149,51 @@ def _base(loaded: LoadedSpec[Any], key: str, cwd: Path) -> Path:
     return loaded.base_dir if loaded.line(key) > 0 else cwd
 
 
-def _path_fact(text: str, base: Path) -> PathFact:
+def is_hub_key(key: str) -> bool:
+    """Whether a key (of :func:`written_paths`) may hold a hub id in place of a path."""
+    return key in ("model.path", "model.tokenizer") or key.startswith(("data.train[", "data.eval["))
+
+
+def _path_fact(key: str, text: str, base: Path) -> PathFact:
     path = Path(os.path.normpath(base / Path(text).expanduser()))
     if path.is_dir():
         return PathFact("directory", str(path))
     if path.exists():
         return PathFact("file", str(path))
-    return PathFact("missing", str(path), _names_a_place(text, path), _nearest(path))
+    return PathFact("missing", str(path), _names_a_place(text, path), _nearest(path, is_hub_key(key)))
 
 
 def _names_a_place(text: str, path: Path) -> bool:
     return "/" in text and path.parent.is_dir()
 
 
-def _nearest(path: Path) -> str | None:
+def _nearest(path: Path, hub: bool) -> str | None:
+    """An existing path with a name close to ``path``'s, or with its name in a folder close to its own.
+
+    ``hub``: of what stands for a model or data alone, which other files only resemble.
+    """
+    if path.parent.is_dir():
+        near = _near_name(path.parent, path.name, lambda entry: not hub or _may_be_model_or_data(entry))
+        return str(path.parent / near) if near else None
+    folder = _near_name(path.parent.parent, path.parent.name, os.DirEntry.is_dir)
+    candidate = path.parent.parent / folder / path.name if folder else None
+    return str(candidate) if candidate is not None and candidate.exists() else None
+
+
+def _near_name(folder: Path, name: str, wanted: Callable[[os.DirEntry[str]], bool]) -> str | None:
     import difflib
 
     try:
-        names = [entry.name for entry in path.parent.iterdir()]
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if wanted(entry)]
     except OSError:
         return None
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return str(path.parent / near[0]) if near else None
+    near = difflib.get_close_matches(name, names, n=1)
+    return near[0] if near else None
+
+
+def _may_be_model_or_data(entry: os.DirEntry[str]) -> bool:
+    return entry.name.lower().endswith((".gguf", *_DATA_SUFFIXES)) or entry.is_dir()
 
 
 def _model_dtype(directory: Path) -> str | None:

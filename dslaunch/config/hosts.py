@@ -52,8 +52,8 @@ def _from_hostfile(
         num_gpus_per_node=cluster.num_gpus_per_node,
     )
     reason = f"{len(chosen)} of {len(hosts)} hosts of {facts.paths['cluster.hostfile'].absolute}"
-    all_local = all(host.name in facts.local_names for host in chosen)
-    if all_local or named is not None:
+    # A name may have to be looked up: the first host that is elsewhere settles it.
+    if named is not None or all(host.name in facts.local_names for host in chosen):
         return _with_devices(chosen, reason, _local_devices(facts, named if named else None))
     why = "slots of a hostfile are GPUs unless cluster.gpu says cpu"
     return ResolvedHosts(Topology(hosts=tuple(chosen)), reason, None, "cuda", why)

@@ -13,24 +13,15 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
+from dslaunch.config.overrides import Override, put_flag, put_override
 from dslaunch.config.problems import explain_errors, repair_numbers
 from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec
-from dslaunch.config.yaml_tree import KeyPath, Mark, Tree, key_text, parse_value, parse_yaml
+from dslaunch.config.yaml_tree import Tree, key_text, parse_yaml
 from dslaunch.core.errors import ConfigError, ConfigErrors
 
 S = TypeVar("S", bound=EngineSpec)
-
-_PART = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
-
-
-@dataclass(frozen=True)
-class Override:
-    """A value from the command line: ``source`` is ``--set`` or the flag's own name."""
-
-    path: KeyPath
-    value: Any
-    source: str
+_BOM = "\ufeff"
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,10 @@ class LoadedSpec(Generic[S]):
         return self.lines[written] if written else 0
 
     def _written(self, key: str) -> str:
-        while key and key not in self.positions:
+        while key:
+            for spelling in (key, key.replace("[0]", "")):  # one source may stand without a list
+                if spelling in self.positions:
+                    return spelling
             key = re.sub(r"(\.|^)[^.\[\]]*$|\[\d+\]$", "", key)
         return key
 
@@ -72,27 +66,16 @@ def load_run_file(
     flags; both win over the file. ``text`` is the content where it does not come
     from ``path`` (stdin). Raises ConfigError(s) with file, line and key path.
     """
-    tree = parse_yaml(_read(path) if text is None else text, str(path))
+    content = _read(path) if text is None else text
+    tree = parse_yaml(content.removeprefix(_BOM), str(path))
+    notes = [f"{path}: the byte order mark before the text is skipped"] if content.startswith(_BOM) else []
     base_dir = path.resolve().parent if text is None else Path.cwd()
-    return _load(RunSpec, tree, overrides, flags, base_dir)
+    return _load(RunSpec, tree, overrides, flags, base_dir, notes)
 
 
 def load_flags(overrides: Sequence[str] = (), flags: Sequence[Override] = ()) -> LoadedSpec[EngineSpec]:
     """A spec from the command line alone, for the DeepSpeed JSON of someone's own script."""
     return _load(EngineSpec, Tree(), overrides, flags, Path.cwd())
-
-
-def parse_override(text: str) -> tuple[KeyPath, Tree]:
-    """``a.b[0].c=value`` -> key path and value. Raises ConfigError where it has another form."""
-    key, equals, value = text.partition("=")
-    key = key.strip()
-    parts = tuple(name if name else int(index) for name, index in _PART.findall(key))
-    if not equals or not parts or key_text(parts) != key:
-        raise ConfigError(
-            f"--set {text!r} is not of the form key=value",
-            hint="write for example --set optimizer.lr=1e-4",
-        )
-    return parts, parse_value(value, "--set", parts)
 
 
 def _read(path: Path) -> str:
@@ -106,9 +89,9 @@ def _read(path: Path) -> str:
 
 
 def decode(data: bytes, name: str) -> str:
-    """Bytes of a run file -> text; a BOM is dropped. Raises ConfigError where it is not UTF-8."""
+    """Bytes of a run file -> text. Raises ConfigError where it is not UTF-8."""
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ConfigError(f"{name}:{line}: not UTF-8 text", hint="save the file as UTF-8") from None
@@ -126,23 +109,37 @@ def _nearest_file(path: Path) -> str | None:
 
 
 def _load(
-    kind: type[S], tree: Tree, overrides: Sequence[str], flags: Sequence[Override], base_dir: Path
+    kind: type[S],
+    tree: Tree,
+    overrides: Sequence[str],
+    flags: Sequence[Override],
+    base_dir: Path,
+    notes: Sequence[str] = (),
 ) -> LoadedSpec[S]:
     for text in overrides:
-        path, parsed = parse_override(text)
-        tree.problems += parsed.problems
-        _put(tree, path, parsed.value[""], parsed.marks)
+        with _collecting(tree):
+            put_override(tree, kind, text)
     for flag in flags:
-        _put(tree, flag.path, flag.value, {flag.path: Mark(flag.source, str(flag.value), True)})
+        with _collecting(tree):
+            put_flag(tree, flag)
     _drop_extensions(tree)
     _prefer_flags(tree)
-    spec, notes = _validate(kind, tree)
+    spec, more = _validate(kind, tree)
     if tree.problems:
         raise ConfigErrors([error for _, error in sorted(tree.problems, key=lambda item: item[0])])
     assert spec is not None
     positions = {key_text(path): mark.source for path, mark in tree.marks.items()}
     lines = {key_text(path): mark.line for path, mark in tree.marks.items()}
-    return LoadedSpec(spec, positions, lines, tuple(notes), base_dir)
+    return LoadedSpec(spec, positions, lines, (*notes, *more), base_dir)
+
+
+@contextmanager
+def _collecting(tree: Tree) -> Iterator[None]:
+    """Record a ConfigError of the block as one of the tree's problems, and go on after it."""
+    try:
+        yield
+    except ConfigError as error:
+        tree.problems.append((0, error))
 
 
 @contextmanager
@@ -189,7 +186,7 @@ def _validate(kind: type[S], tree: Tree) -> tuple[S | None, list[str]]:
 
 
 def repair_numbers_in_free_text(tree: Tree) -> list[str]:
-    """Turn unquoted ``1e-5`` under ``deepspeed:`` (where any type goes) into numbers."""
+    """Under ``deepspeed:``, where any type goes: unquoted ``1e-5`` is a number, ``5.0e+8`` a whole one."""
     from dslaunch.config.problems import set_value, to_number
 
     notes = []
@@ -197,8 +194,11 @@ def repair_numbers_in_free_text(tree: Tree) -> list[str]:
         if path[0] != "deepspeed" or mark.quoted or not mark.text:
             continue
         number = to_number(mark.text, whole=None)
-        if number is not None and isinstance(_get(tree.value, path), str):
-            set_value(tree, path, number)
+        value = _get(tree.value, path)
+        if number is None or not isinstance(value, (str, float)):
+            continue
+        set_value(tree, path, number)
+        if isinstance(value, str):
             notes.append(f"{mark.source}: {key_text(path)}: read {mark.text} as the number {number}")
     return notes
 
@@ -210,32 +210,6 @@ def _get(value: Any, path: Iterable[str | int]) -> Any:
         except (KeyError, IndexError, TypeError):
             return None
     return value
-
-
-def _put(tree: Tree, path: KeyPath, value: Any, marks: dict[KeyPath, Mark]) -> None:
-    """Set a value, making the mappings above it. A string that stands for a mapping's path becomes one."""
-    source = next(iter(marks.values())).source if marks else "--set"
-    tree.value = _with(tree.value, path, value, source)
-    for old in [p for p in tree.marks if p[: len(path)] == path]:
-        del tree.marks[old]
-    tree.marks.update(marks)
-
-
-def _with(container: Any, path: KeyPath, value: Any, source: str) -> Any:
-    if not path:
-        return value
-    head, rest = path[0], path[1:]
-    if isinstance(head, int):
-        items = list(container) if isinstance(container, tuple) else []
-        if head >= len(items):
-            raise ConfigError(f"{source}: there is no entry [{head}]: the list has {len(items)}")
-        items[head] = _with(items[head], rest, value, source)
-        return tuple(items)
-    if isinstance(container, str):
-        container = {"path": container}
-    mapping = dict(container) if isinstance(container, dict) else {}
-    mapping[head] = _with(mapping.get(head), rest, value, source)
-    return mapping
 
 
 def _drop_extensions(tree: Tree) -> None:

@@ -87,7 +87,8 @@ def repair_numbers(tree: Tree, errors: Sequence[Any]) -> tuple[bool, list[str]]:
             continue
         path = _written_path(tree, error["loc"])
         mark = tree.marks.get(path)
-        if mark is None or mark.quoted or isinstance(error["input"], bool) or error["input"] is None:
+        written = type(error["input"]) in (str, int, float)  # not bool, None or a section
+        if mark is None or mark.quoted or mark.raw or not written:
             continue
         number = to_number(mark.text, whole=error["type"] == "int_type")
         if number is None:
@@ -121,13 +122,25 @@ def explain_errors(kind: type[BaseModel], tree: Tree, errors: Sequence[Any]) -> 
             continue  # entries that are wrong themselves are not counted: reported on their own
         path = _written_path(tree, error["loc"], missing=error["type"] == "missing")
         by_path.setdefault(path, []).append(error)
+    meant = {_meant_key(kind, path) for path, group in by_path.items() if _is_unknown(group)}
     problems = []
     for path, group in by_path.items():
+        if group[0]["type"] == "missing" and _stands_for(meant, key_text(path)):
+            continue  # the misspelt key is reported
         mark = nearest_mark(tree, path)
         message, hint = _sentence(kind, path, group, tree.marks.get(path))
-        prefix = f"{mark.source}: " if mark else ""
+        source = mark.source if mark else tree.name
+        prefix = f"{source}: " if source else ""
         problems.append((mark.line if mark else 0, ConfigError(f"{prefix}{message}", hint=hint)))
     return problems
+
+
+def _is_unknown(group: Sequence[Any]) -> bool:
+    return bool(group[0]["type"] == "extra_forbidden")
+
+
+def _stands_for(meant: set[str | None], missing: str) -> bool:
+    return any(key == missing or key.startswith(f"{missing}.") for key in meant if key)
 
 
 def nearest_mark(tree: Tree, path: KeyPath) -> Mark | None:
@@ -169,8 +182,8 @@ def _sentence(
     wanted = " or ".join(dict.fromkeys(_wanted(error) for error in errors))
     shown = _shown(first["input"], mark)
     if mark is not None and (trap := _yaml_trap(first["input"], mark, wanted, key)):
-        return trap
-    hint = _rounding_hint(key, first) or _literal_hint(first)
+        return trap[0], _KEY_HINTS.get(key, trap[1])
+    hint = _KEY_HINTS.get(key) or _rounding_hint(key, first) or _literal_hint(first)
     return f"{key}: {shown} is not {wanted}", hint
 
 
@@ -181,11 +194,13 @@ def _yaml_trap(value: Any, mark: Mark, wanted: str, key: str) -> tuple[str, str]
         if "text" in wanted or mark.text.lower() not in ("true", "false"):
             hint = f'write {last}: "{mark.text}"' if "text" in wanted else f"write {wanted}"
             return f"{key}: YAML reads {mark.text} as {truth}, where {wanted} is meant", hint
-    if isinstance(value, str) and mark.quoted and mark.line and (meant := _unquoted(value, wanted)):
+    if isinstance(value, str) and mark.quoted and (meant := _unquoted(value, wanted)):
         message = f'{key}: "{value}" is text because it is quoted; {wanted} is meant'
-        return message, f"remove the quotes: {last}: {meant}"
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and wanted == "text":
-        return f"{key}: {mark.text or value} is a number, where text is meant", f'write {last}: "{mark.text}"'
+        rewritten = f"{last}: {meant}" if mark.line else f"{mark.source} {key}={meant}"
+        return message, f"remove the quotes: {rewritten}"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and wanted.startswith("text"):
+        message = f"{key}: {mark.text or value} is a number, where {wanted} is meant"
+        return message, f'write {last}: "{mark.text}"'
     return None
 
 
@@ -213,9 +228,21 @@ def _wanted(error: Any) -> str:
         return _LENGTHS[kind]
     if kind == "string_pattern_mismatch":
         return "letters, digits, `.`, `_` and `-` alone, beginning with a letter or digit"
+    if kind == "tuple_type":
+        return "a list" if error["loc"][-1] == "betas" else "text or a list"
+    if kind in ("model_type", "model_attributes_type"):  # a model or source may be written as its path alone
+        by_path = error["loc"][0] == "model" or (len(error["loc"]) > 1 and error["loc"][0] == "data")
+        return f"text or {_MAPPING}" if by_path else _MAPPING
     return _WANTED.get(kind, str(error["msg"]).lower())
 
 
+_MAPPING = "a mapping of keys to values"
+# In place of the general hint, where the key's own values are known.
+_KEY_HINTS = {
+    "cluster.gpu": "name a device, such as a100 or cpu, or leave cluster.gpu out",
+    "output.report_to": "write tensorboard, wandb or mlflow, or leave report_to out",
+    "fp16.loss_scale": "write dynamic, or one fixed number > 0",
+}
 _LENGTHS = {
     "too_short": "a list with enough entries",
     "too_long": "a list with so few entries",
@@ -228,10 +255,7 @@ _WANTED = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
-    "tuple_type": "a list",
     "dict_type": "a mapping",
-    "model_type": "a mapping of keys to values",
-    "model_attributes_type": "a mapping of keys to values",
 }
 
 
@@ -243,7 +267,7 @@ def _shown(value: Any, mark: Mark | None) -> str:
     if isinstance(value, tuple):
         return "a list" if value else "an empty list"
     if mark is not None and mark.text:
-        return f'"{mark.text}"' if mark.quoted and mark.line else mark.text
+        return f'"{mark.text}"' if mark.quoted else mark.text
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
@@ -263,21 +287,33 @@ def _literal_hint(error: Any) -> str | None:
 
 
 def _unknown_key(kind: type[BaseModel], path: KeyPath) -> tuple[str, str | None]:
-    key = key_text(path)
-    plain = tuple(part for part in path if isinstance(part, str))
-    dotted, last = ".".join(plain), plain[-1]
-    siblings = _fields_at(kind, plain[:-1])
-    target = _SYNONYMS.get(dotted)
-    if target is None and (near := _nearest(last, siblings)):
+    key, last = key_text(path), str(path[-1])
+    if near := _near_sibling(kind, path):
         return f"unknown key {key}; did you mean {near}?", f"write {near} in place of {last}"
-    if target is None:
-        target = next((other for other in _all_keys(kind) if other.rpartition(".")[2] == last), None)
-    if target is not None:
+    if (target := _meant_key(kind, path)) is not None:
         return f"unknown key {key}; it is called {target} here", f"write it as {target}"
     if "." in last:
         return f"unknown key {key}", f"nest it: {last.replace('.', ': ')} in separate lines"
-    section = key_text(path[:-1]) or "the top level"
+    section, siblings = key_text(path[:-1]) or "the top level", fields_at(kind, _names(path)[:-1])
     return f"unknown key {key}", f"{section} takes: {', '.join(siblings)}" if siblings else None
+
+
+def _meant_key(kind: type[BaseModel], path: KeyPath) -> str | None:
+    """The key that an unknown one most likely means, from the top; None where nothing is near."""
+    names = _names(path)
+    if near := _near_sibling(kind, path):
+        return ".".join((*names[:-1], near))
+    same_name = (key for key in _all_keys(kind) if key.rpartition(".")[2] == names[-1])
+    return _SYNONYMS.get(".".join(names)) or next(same_name, None)
+
+
+def _near_sibling(kind: type[BaseModel], path: KeyPath) -> str | None:
+    names = _names(path)
+    return None if ".".join(names) in _SYNONYMS else _nearest(names[-1], fields_at(kind, names[:-1]))
+
+
+def _names(path: KeyPath) -> tuple[str, ...]:
+    return tuple(part for part in path if isinstance(part, str))
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str | None:
@@ -288,7 +324,8 @@ def _nearest(name: str, choices: Sequence[str]) -> str | None:
     return folded[near[0]] if near else None
 
 
-def _fields_at(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
+def fields_at(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """The keys of the section at ``path``, entries of lists left out; none where it is no section."""
     model: type[BaseModel] | None = kind
     for part in path:
         field = model.model_fields.get(part) if model else None

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from dslaunch.config.ds_keys import TOP_LEVEL_KEYS
 from dslaunch.config.engine_plan import EnginePlan
+from dslaunch.config.passthrough import Path, check_overrides, leaves
 from dslaunch.config.report import Report
-from dslaunch.config.zero import ACTING_STAGES
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.templating import render_template
 
 TEMPLATE = "deepspeed/ds_config.json.j2"
-Path = tuple[str, ...]
 
 
 def render_ds_config(engine: EnginePlan, report: Report) -> dict[str, Any]:
@@ -27,7 +25,7 @@ def render_ds_config(engine: EnginePlan, report: Report) -> dict[str, Any]:
     check_against_plan(config, engine, TEMPLATE)
     overrides = report.loaded.spec.deepspeed
     if overrides:
-        _check_overrides(overrides, engine, report)
+        check_overrides(overrides, engine.precision, planned_values(engine), report)
         config = _merge(config, overrides)
     return config
 
@@ -94,66 +92,6 @@ def check_against_plan(config: Mapping[str, Any], engine: EnginePlan, name: str)
         raise ConfigError(
             f"template {name}: fp16 has keys besides enabled, but precision is {engine.precision}"
         )
-
-
-def leaves(value: Mapping[str, Any], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Key path and value of everything that is not a mapping (an empty mapping counts as a value)."""
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            yield from leaves(item, (*prefix, key))
-        else:
-            yield (*prefix, key), item
-
-
-def _check_overrides(overrides: Mapping[str, Any], engine: EnginePlan, report: Report) -> None:
-    for key in overrides:
-        if key not in TOP_LEVEL_KEYS:
-            _fail_unknown(key, report)
-    planned = planned_values(engine)
-    for path, value in leaves(overrides):
-        key = ".".join(("deepspeed", *path))
-        if value == "auto":
-            report.fail(key, f"{key}: auto is a word of the Hugging Face Trainer", "write the value itself")
-        elif path[0] in _OWN_SECTION:
-            message = f"deepspeed.{path[0]}: the run file has its own key for it"
-            report.fail(f"deepspeed.{path[0]}", message, f"use {_OWN_SECTION[path[0]]}")
-        elif path[0] == "zero_optimization" and _is_ignored(path, engine.zero_stage):
-            message = f"{key} has no effect at zero_optimization.stage {engine.zero_stage}"
-            report.fail(key, message, f"remove {path[1]}")
-        elif path not in _FREE and planned.get(path) != value and (owner := _owner(path, planned)):
-            message = f"{key}: {value!r} contradicts {planned.get(path, 'the run file')!r} of the run file"
-            report.fail(key, message, f"set {owner} in the run file itself")
-
-
-# Planned values that an override may replace: the plan only fills in what is usual.
-_FREE = {("data_types", "grad_accum_dtype"), ("zero_allow_untested_optimizer",)}
-_OWN_SECTION = {"scheduler": "scheduler:", "bfloat16": "precision: bf16"}
-
-
-def _fail_unknown(key: str, report: Report) -> None:
-    import difflib
-
-    near = difflib.get_close_matches(key, TOP_LEVEL_KEYS, n=1)
-    guess = f"; did you mean {near[0]}?" if near else ""
-    hint = f"write {near[0]}" if near else "DeepSpeed would ignore it silently; remove it"
-    report.fail(f"deepspeed.{key}", f"deepspeed.{key} is no key of DeepSpeed{guess}", hint)
-
-
-def _is_ignored(path: Path, stage: int) -> bool:
-    return len(path) > 1 and stage not in ACTING_STAGES.get(path[1], (stage,))
-
-
-def _owner(path: Path, planned: Mapping[Path, Any]) -> str | None:
-    """The run-file key to use in place of an override of a planned value; None where it is free."""
-    if path not in planned and not any(p[: len(path)] == path for p in planned):
-        return None
-    if path[0] in ("fp16", "bf16"):
-        return "precision" if path[-1] in ("enabled", path[0]) else ".".join(path)
-    renamed: dict[Path, str] = {
-        ("optimizer", "params", "lr"): "optimizer.lr",
-        ("optimizer", "params", "adam_w_mode"): "optimizer.type",
-    }
-    return renamed.get(path, ".".join(path))
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,11 @@ class Report:
         error = ConfigError(f"{self.loaded.where(key)}{message}", hint=hint)
         self.problems.append((self.loaded.line(key), error))
 
+    def add(self, key: str, error: ConfigError) -> None:
+        """Record an error that says itself where it is, at the place of ``key``."""
+        errors = error.problems if isinstance(error, ConfigErrors) else [error]
+        self.problems += [(self.loaded.line(key), each) for each in errors]
+
     def catching(self, key: str) -> Catching:
         """Record a ConfigError of the ``with`` block as a problem of ``key``, and go on after it."""
         return Catching(self, key)

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Literal
 
 from dslaunch.config.engine_plan import resolve_engine
-from dslaunch.config.facts import Facts, PathFact, looks_like_path
+from dslaunch.config.facts import Facts
 from dslaunch.config.hosts import ResolvedHosts
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.origins import build_origins
+from dslaunch.config.paths import check_hub_id, fail_missing
 from dslaunch.config.render import render_ds_config
 from dslaunch.config.report import Report
 from dslaunch.config.secrets import check_env
 from dslaunch.config.spec import AdapterSpec, DataSourceSpec, RunSpec
+from dslaunch.core.model_path import ModelKind, is_gguf
 from dslaunch.core.plan import (
     AdapterPlan,
     DataPlan,
@@ -21,6 +23,7 @@ from dslaunch.core.plan import (
     LaunchPlan,
     ModelPlan,
     OutputPlan,
+    Precision,
     RunPlan,
     SchedulerPlan,
 )
@@ -39,10 +42,13 @@ def resolve(
     report = Report(loaded, notes=list(loaded.notes))
     engine = resolve_engine(report, facts)
     parts = _Parts(report, facts)
-    model, data = parts.model(), parts.data()
+    model, data, interpreter = parts.model(), parts.data(), parts.interpreter(python)
+    if engine is not None:
+        _check_attention(model, engine[0].precision, engine[1].device_type, report)
     adapter = _adapter(loaded.spec.adapter, report)
     epochs, steps = _length(loaded.spec, report)
     scheduler = _scheduler(loaded.spec, report)
+    output = _output(loaded.spec, report)
     check_env(loaded.spec.launch, report)
     ds_config = render_ds_config(engine[0], report) if engine else {}
     report.raise_if_any()
@@ -63,8 +69,8 @@ def resolve(
         scheduler=scheduler,
         num_train_epochs=epochs,
         max_steps=steps,
-        output=_output(loaded.spec),
-        launch=parts.launch(engine[1], run_dir=run_dir, cwd=cwd, python=python),
+        output=output,
+        launch=parts.launch(engine[1], run_dir=run_dir, cwd=cwd, python=interpreter),
         ds_config=ds_config,
         origins={},
     )
@@ -82,11 +88,11 @@ class _Parts:
     def model(self) -> ModelPlan:
         spec = self.spec.model
         fact = self.facts.paths["model.path"]
-        kind: Literal["hub", "directory", "gguf"] = "hub"
+        kind: ModelKind = "hub"
         path = spec.path
         if fact.kind == "directory":
             kind, path = "directory", fact.absolute
-        elif fact.kind == "file" and spec.path.endswith(".gguf"):
+        elif fact.kind == "file" and is_gguf(spec.path):
             kind, path = "gguf", fact.absolute
         elif fact.kind == "file":
             self.report.fail(
@@ -95,7 +101,7 @@ class _Parts:
                 "give the directory that holds config.json, or a .gguf file",
             )
         else:
-            self.check_hub_id("model.path", spec.path, fact)
+            check_hub_id("model.path", spec.path, fact, self.report)
         if kind != "hub" and spec.revision is not None:
             self.report.fail("model.revision", "model.revision has no effect on a local model", "remove it")
         self.report.reason("model.kind", {"hub": "no such path here: a hub id"}.get(kind, f"{path} is there"))
@@ -141,7 +147,7 @@ class _Parts:
     def source(self, key: str, spec: DataSourceSpec) -> DataSource:
         fact = self.facts.paths[f"{key}.path"]
         if fact.kind == "missing":
-            self.check_hub_id(f"{key}.path", spec.path, fact)
+            check_hub_id(f"{key}.path", spec.path, fact, self.report)
             kind: Literal["file", "directory", "hub"] = "hub"
         else:
             kind = fact.kind
@@ -150,18 +156,12 @@ class _Parts:
             self.report.fail(f"{key}.split", f"{key}.split has no effect on a file", "remove split")
         return DataSource(path=path, kind=kind, split=spec.split, weight=spec.weight, format=spec.format)
 
-    def check_hub_id(self, key: str, text: str, fact: PathFact) -> None:
-        """A text that names no existing path may be a hub id, but not one that can only be a path."""
-        if looks_like_path(text) or fact.parent_exists:
-            hint = f"did you mean {fact.nearest}?" if fact.nearest else f"looked for {fact.absolute}"
-            self.report.fail(key, f"{key}: there is no {text}", hint)
-
     def hub_or_directory(self, key: str, text: str | None) -> str | None:
         if text is None:
             return None
         fact = self.facts.paths[key]
         if fact.kind == "missing":
-            self.check_hub_id(key, text, fact)
+            check_hub_id(key, text, fact, self.report)
             return text
         if fact.kind == "file":
             self.report.fail(key, f"{key}: {text} is a file", "give the directory that holds it")
@@ -172,16 +172,22 @@ class _Parts:
             return None
         fact = self.facts.paths[key]
         if fact.kind != "file":
-            hint = f"did you mean {fact.nearest}?" if fact.nearest else f"looked for {fact.absolute}"
-            self.report.fail(key, f"{key}: there is no file {text}", hint)
+            fail_missing(key, f"file {text}", fact, self.report)
         return fact.absolute
+
+    def interpreter(self, default: str) -> str:
+        """The ranks' Python: a path is an absolute file, a bare name stays for PATH to find."""
+        text = self.spec.launch.python
+        if text is None:
+            return default
+        return self.existing_file("launch.python", text) or text if "/" in text else text
 
     def launch(self, hosts: ResolvedHosts, *, run_dir: Path, cwd: Path, python: str) -> LaunchPlan:
         spec, cluster = self.spec.launch, self.spec.cluster
         where = self.facts.paths.get("launch.cwd")
         plan_file = str(run_dir / "plan.json")
         return LaunchPlan(
-            argv=(spec.python or python, "-m", "dslaunch.train.worker", "--plan", plan_file),
+            argv=(python, "-m", "dslaunch.train.worker", "--plan", plan_file),
             topology=hosts.topology,
             run_dir=str(run_dir),
             cwd=where.absolute if where else str(cwd),
@@ -193,6 +199,20 @@ class _Parts:
             secret_env=spec.secret_env,
             failure_grace_s=float(spec.failure_grace_s),
             checkpoint_grace_s=float(spec.checkpoint_grace_s),
+        )
+
+
+def _check_attention(model: ModelPlan, precision: Precision, device_type: str, report: Report) -> None:
+    if model.attn_implementation != "flash_attention_2":
+        return
+    key = "model.attn_implementation"
+    if device_type == "cpu":
+        report.fail(key, f"{key} flash_attention_2 does not run on a CPU", "use sdpa")
+    elif precision == "fp32":
+        report.fail(
+            key,
+            f"{key} flash_attention_2 computes in bf16 and fp16 only, and precision is fp32",
+            "use sdpa, or precision bf16",
         )
 
 
@@ -235,8 +255,11 @@ def _scheduler(spec: RunSpec, report: Report) -> SchedulerPlan:
     )
 
 
-def _output(spec: RunSpec) -> OutputPlan:
+def _output(spec: RunSpec, report: Report) -> OutputPlan:
     part = spec.output
+    if part.eval_steps is not None and not spec.data.eval:
+        message = "output.eval_steps: there is no data.eval to evaluate on"
+        report.fail("output.eval_steps", message, "set data.eval, or remove eval_steps")
     return OutputPlan(
         save_steps=part.save_steps,
         eval_steps=part.eval_steps,

@@ -42,7 +42,10 @@ class DataSpec(Section):
     train: Sources = Field(min_length=1, description="A path, a mapping, or a list of them.")
     eval: Sources = Field((), description="Held-out data, in the same form.")
     max_length: int = Field(1024, ge=2, description="Longest sequence in tokens; longer ones are cut.")
-    packing: bool = Field(False, description="Several samples in one sequence, kept apart exactly.")
+    packing: bool = Field(
+        False,
+        description="Several samples in one row, kept apart exactly; train_batch_size then counts rows.",
+    )
     max_dropped_fraction: Fraction = Field(
         0.05,
         description="Share of samples that may lose their whole answer to `max_length`; more is an error.",
@@ -88,7 +91,9 @@ class LaunchSpec(Section):
     secret_env: Names = Field(
         (), description="Variables passed on by value at the start and never written to a file."
     )
-    python: Text | None = Field(None, description="Interpreter of the ranks. Default: the launcher's own.")
+    python: Text | None = Field(
+        None, description="Interpreter of the ranks: a path, or a name for PATH. Default: the launcher's own."
+    )
     cwd: Text | None = Field(None, description="Working directory of the ranks. Default: the launcher's.")
     failure_grace_s: NonNegativeFloat = Field(
         5.0, description="Seconds from TERM to KILL for the others when a rank has failed."

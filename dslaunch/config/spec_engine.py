@@ -49,9 +49,12 @@ class Fp16Spec(Section):
         16, le=32, description="The dynamic scale starts at 2 to this power."
     )
     loss_scale_window: PositiveInt = Field(
-        1000, description="Steps without overflow after which the scale doubles."
+        1000,
+        description="The scale doubles after every so many steps without overflow (first one later).",
     )
-    hysteresis: PositiveInt = Field(2, description="Overflows that are let pass before the scale is halved.")
+    hysteresis: PositiveInt = Field(
+        2, description="The scale is halved from this overflow on; the ones before it are let pass."
+    )
     consecutive_hysteresis: bool = Field(
         False, description="Refill the hysteresis at every step without overflow."
     )
@@ -160,7 +163,8 @@ class EngineSpec(Section):
     )
     train_batch_size: PositiveInt | None = Field(
         None,
-        description="Samples of one optimizer step over all ranks. Give it alone, or two of the three sizes:"
+        description="Samples of one optimizer step over all ranks (with data.packing: rows, each of several"
+        " samples). Give it alone, or two of the three sizes:"
         " train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks, exactly.",
     )
     train_micro_batch_size_per_gpu: PositiveInt | None = Field(

@@ -26,21 +26,29 @@ _MAX_NODES = 100_000  # aliases of aliases can turn one screen of text into giga
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a value was written (``run.yaml:7``, ``--set``) and, for a scalar, its very text."""
+    """Where a value was written (``run.yaml:7``, ``--set``) and, for a scalar, its very text.
+
+    ``raw``: the value of a flag of its own, which is no YAML and is taken as it is.
+    """
 
     source: str
     text: str = ""
     quoted: bool = False
     line: int = 0
+    raw: bool = False
 
 
 @dataclass
 class Tree:
-    """Values (dict, tuple and scalars) with the mark of each key path, and what is wrong so far."""
+    """Values (dict, tuple and scalars) with the mark of each key path, and what is wrong so far.
+
+    ``name`` is the file's; empty where there is none.
+    """
 
     value: dict[str, Any] = field(default_factory=dict)
     marks: dict[KeyPath, Mark] = field(default_factory=dict)
     problems: list[tuple[int, ConfigError]] = field(default_factory=list)
+    name: str = ""
 
 
 def key_text(path: KeyPath) -> str:
@@ -58,7 +66,7 @@ def parse_yaml(text: str, name: str) -> Tree:
     in ``Tree.problems``. Raises ConfigError where the text is no YAML or no mapping.
     """
     node = _compose(text, name)
-    tree = Tree()
+    tree = Tree(name=name)
     if node is None:
         return tree
     if not isinstance(node, yaml.MappingNode):

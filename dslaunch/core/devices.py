@@ -8,6 +8,7 @@ architecture papers (tensor core types by compute capability), DeepSpeed 0.19.8
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -103,28 +104,42 @@ def lookup_device(text: str) -> Device:
     raise ConfigError(f"unknown device {text!r}", hint=f"write a name such as {known}, or sm_80 and the like")
 
 
-def device_names() -> list[str]:
-    """Every name in the table, for documentation."""
-    return [*_by_name(), CPU_NAME]
-
-
 def probe_inventory(environ: Mapping[str, str], *, root: Path = Path("/")) -> Inventory:
     """The accelerators and the CPU of this machine, read from /proc and /sys; no driver is loaded.
 
-    ``DS_ACCELERATOR=cpu`` hides accelerators, CUDA_VISIBLE_DEVICES (for AMD also
-    HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES) restricts and orders them. A GPU
-    that is not in the table supports "unknown".
+    ``DS_ACCELERATOR=cpu`` hides accelerators. CUDA_VISIBLE_DEVICES restricts and
+    orders them; for AMD ROCR_VISIBLE_DEVICES does, and among what that leaves
+    HIP_VISIBLE_DEVICES or else CUDA_VISIBLE_DEVICES. Ids are as in the last of them
+    that is set, which is also the variable that launch.agent writes them to. A
+    GPU that is not in the table supports "unknown".
     """
     cpu = _probe_cpu(root)
     if environ.get("DS_ACCELERATOR") == "cpu":
         return Inventory((), cpu)
-    devices = _probe_nvidia(root)
-    variables: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES",)
-    if not devices:
-        devices = _probe_amd(root)
-        variables = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    visible = next((environ[name] for name in variables if name in environ), None)
-    return Inventory(_visible(devices, visible), cpu)
+    if devices := _probe_nvidia(root):
+        return Inventory(_visible(devices, environ.get("CUDA_VISIBLE_DEVICES")), cpu)
+    found = _visible(_probe_amd(root), environ.get("ROCR_VISIBLE_DEVICES"))
+    within = environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES"))
+    if within is not None:
+        found = _visible([accelerator.device for accelerator in found], within)
+    return Inventory(found, cpu)
+
+
+def may_have_gpu(root: Path = Path("/")) -> bool:
+    """Whether this machine has a GPU's device file, also where :func:`probe_inventory` cannot list it.
+
+    WSL has no /proc/driver/nvidia, and some containers hide it.
+    """
+    return any((root / "dev").glob("nvidia[0-9]*")) or any(
+        (root / "dev" / n).exists() for n in ("dxg", "kfd")
+    )
+
+
+def cpu_model(root: Path = Path("/")) -> str:
+    """The CPU's architecture, flags and name, one a line. Where two are equal, native code can be shared."""
+    wanted = ("CPU part", "Features", "flags", "model name")
+    info = _read_cpu_info(root)
+    return "\n".join([os.uname().machine, *(f"{name}={info[name]}" for name in wanted if name in info)])
 
 
 def _find(text: str) -> Device | None:
@@ -162,15 +177,26 @@ def _unknown(name: str) -> Device:
 
 def _probe_cpu(root: Path) -> Device:
     """bf16 and fp16 are "yes" only with instructions for them; otherwise torch emulates."""
-    try:
-        text = (root / "proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        text = ""
-    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    flags = set(match.group(1).split()) if match else set()
+    info = _read_cpu_info(root)
+    flags = set(info.get("flags", info.get("Features", "")).split())
     bf16: Support = "yes" if flags & {"avx512_bf16", "amx_bf16", "bf16"} else "slow"
     fp16: Support = "yes" if flags & {"avx512_fp16", "amx_fp16"} else "no"
     return Device(CPU_NAME, "", fp16, bf16)
+
+
+def _read_cpu_info(root: Path) -> dict[str, str]:
+    """What /proc/cpuinfo says of the first core, which speaks for all; empty where it cannot be read."""
+    found: dict[str, str] = {}
+    try:
+        with (root / "proc/cpuinfo").open(encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                if not line.strip():
+                    break
+                name, _, value = line.partition(":")
+                found[name.strip()] = value.strip()
+    except OSError:
+        pass
+    return found
 
 
 def _probe_nvidia(root: Path) -> list[Device]:

@@ -81,3 +81,13 @@ class LaunchFailed(DslaunchError):
     def __init__(self, message: str, *, exit_code: int, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.exit_code = exit_code
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An error's text on one line of at most ``limit`` characters; its type's name where it has no text.
+
+    All lines are kept (pydantic and DeepSpeed say only after the first what is wrong)
+    until the limit cuts them off.
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"

@@ -3,9 +3,11 @@
     worker-0 slots=8
     alice@worker-1:2222 slots=0,1,4    # user, ssh port, and ids in place of a count
     [fe80::1]:22 slots=2
+    worker-2 slots=3,                  # one id: the comma tells it from a count
 
-DeepSpeed 0.19.8 (launcher/runner.py, ``_parse_hostfile``) ignores what follows
-``slots=N`` on a line; here that is an error.
+DeepSpeed 0.19.8 (launcher/runner.py, ``_parse_hostfile``) reads counts alone: it
+ignores what follows ``slots=N`` on a line, where here that is an error, and takes
+the first of several ids for a count.
 """
 
 from __future__ import annotations
@@ -134,12 +136,13 @@ def _parse_slots(text: str, where: str) -> tuple[str, ...]:
                 f"{where}: slots={text}: a host has between 1 and 4096", hint="remove the line, or fix it"
             )
         return tuple(map(str, range(count)))
-    ids = text.split(",")
+    ids = text.removesuffix(",").split(",") if text.count(",") == 1 else text.split(",")
     for slot in ids:
         if not _SLOT_ID.fullmatch(slot):
             shown = repr(slot) if slot else "an empty slot id"
             raise HostfileError(
-                f"{where}: slots={text}: {shown}", hint="write a count or ids: slots=4, slots=0,2"
+                f"{where}: slots={text}: {shown}",
+                hint="write a count or ids: slots=4, slots=0,2 or, for one id, slots=3,",
             )
     if len(set(ids)) != len(ids):
         twice = next(s for s in ids if ids.count(s) > 1)
@@ -160,8 +163,7 @@ def _slots_text(slots: tuple[str, ...]) -> str:
     if slots == tuple(map(str, range(len(slots)))):
         return str(len(slots))
     # One numeric id alone would read back as a count.
-    assert len(slots) > 1 or not slots[0].isdecimal(), "a single numeric slot has no hostfile form"
-    return ",".join(slots)
+    return ",".join(slots) + ("," if len(slots) == 1 and slots[0].isdecimal() else "")
 
 
 def _parse_filter(text: str, hosts: Sequence[Host], what: str) -> dict[str, tuple[str, ...]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +64,33 @@ class Topology:
 def local_topology(num_ranks: int) -> Topology:
     """A topology of this machine alone, with slots 0 .. num_ranks-1."""
     return Topology(hosts=(Host(name="localhost", slots=tuple(str(i) for i in range(num_ranks))),))
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether ``name`` is this host's name or resolves to one of its addresses.
+
+    The one rule for it, in planning and in launching. A name that is none of the
+    obvious ones is looked up, which may ask a name server.
+    """
+    own = os.uname().nodename
+    if name in ("localhost", "127.0.0.1", "::1", own, own.split(".")[0]):
+        return True
+    import socket
+
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: Any) -> bool:
+    import socket
+
+    # The kernel binds only to addresses of this machine; no packet is sent.
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True

@@ -7,7 +7,7 @@ That it must travel alone is why it is longer than our other files.
 Its stdin is JSON lines. The first is the orders::
 
     {"protocol": 1, "argv": [...], "cwd": "...", "env": {...}, "host": "...",
-     "visible_devices": {"variable": "CUDA_VISIBLE_DEVICES", "slots": [...]} | null,
+     "visible_devices": ["0", "1"] | null,
      "auto_threads": true, "failure_grace_s": 5.0, "checkpoint_grace_s": 120.0,
      "ranks": [{"rank": 0, "env": {...}, "log": "...", "show": "all" | "errors"}]}
 
@@ -17,8 +17,9 @@ End of stdin means that the supervisor is gone: the ranks are stopped.
 
 Its stdout is JSON lines, one event each: ``hello``, ``refused`` (nothing was
 started), ``start``, ``output``, ``error_line``, ``exit``, ``log_error``,
-``leftover``, ``done``. Text holds non-UTF-8 bytes as lone surrogates
-(surrogateescape, escaped by JSON), so every byte arrives as it was.
+``stop_asked`` (by a signal to this process), ``leftover``, ``done``. Text
+holds non-UTF-8 bytes as lone surrogates (surrogateescape, escaped by JSON), so
+every byte arrives as it was.
 
 What is killed is only ever a child of this process: a rank that has not been
 reaped yet (with its process group, whose number is then still taken), or a
@@ -51,6 +52,9 @@ TICK_S = 0.05
 SETTLE_S = 1.0  # helpers of a rank that ended well may take this long to end by themselves
 UNKILLABLE_S = 10.0
 ERROR_LINE = re.compile(rb"^(\w+\.)*\w*(Error|Exception|Interrupt)\b|\b(ERROR|CRITICAL|FATAL)\b")
+CUDA_VARIABLE = b"CUDA_VISIBLE_DEVICES"
+# AMD's runtime heeds one of the first two, the first first; they count among what the third leaves.
+AMD_VARIABLES = (b"HIP_VISIBLE_DEVICES", CUDA_VARIABLE, b"ROCR_VISIBLE_DEVICES")
 SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh", "busybox"}
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -161,6 +165,7 @@ class Agent:
         self.ranks: list[Rank] = []
         self.selector = selectors.DefaultSelector()
         self.stopping = False
+        self.stop_signal = 0  # one that somebody sent to this process
         self.wait_for_shells = False  # a stopped shell's own child may be writing a checkpoint
         self.deadline = float("inf")
         self.settle_at = self.kill_at = self.give_up_at = float("inf")
@@ -205,10 +210,9 @@ class Agent:
         env.update((to_bytes(k), to_bytes(v)) for k, v in orders["env"].items())
         if orders["auto_threads"] and b"OMP_NUM_THREADS" not in env:
             env[b"OMP_NUM_THREADS"] = b"%d" % max(1, usable_cores() // len(orders["ranks"]))
-        devices = orders["visible_devices"]
-        if devices:
-            name = to_bytes(devices["variable"])
-            env[name] = to_bytes(visible_devices(devices["slots"], env.get(name)))
+        if orders["visible_devices"] is not None:
+            name = device_variable(env)
+            env[name] = to_bytes(visible_devices(orders["visible_devices"], env.get(name)))
         cwd = to_bytes(orders["cwd"])
         if not os.path.isdir(cwd):
             raise Refusal(f"no working directory {to_text(cwd)}", "create it, or give launch.cwd")
@@ -237,6 +241,8 @@ class Agent:
                 os._exit(1)
 
         for rank in self.ranks:
+            if self.stopping:  # the supervisor went away: a rank started now would not be told
+                break
             try:
                 rank.process = subprocess.Popen(
                     argv, executable=program, cwd=cwd, env={**env, **rank.env}, stdin=subprocess.DEVNULL,
@@ -322,6 +328,14 @@ class Agent:
                     send_signal(rank.pid, getattr(signal, "SIG" + command["name"]))
         elif what == "ack":
             self.unacked -= command["bytes"]
+
+    def note_signal(self, number: int, _frame: Any) -> None:
+        self.stop_signal = self.stop_signal or number
+
+    def heed_signal(self) -> None:
+        if self.stop_signal and not self.stopping:
+            self.send("stop_asked", signal=self.stop_signal)
+            self.begin_stop(self.orders["checkpoint_grace_s"])
 
     # --- ends ---------------------------------------------------------------------------------
 
@@ -469,6 +483,7 @@ class Agent:
                     os.read(wake_fd, CHUNK)
                 elif key.fd in self.selector.get_map():
                     self.read_stream(key.data)
+            self.heed_signal()
             self.reap()
 
     def finish(self) -> None:
@@ -484,24 +499,62 @@ class Agent:
             self.write_out()
 
 
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity, cut by the cgroup's CPU quota."""
+def usable_cores(root: str = "/") -> int:
+    """Cores that this process may use: its affinity, cut by the CPU quotas of its cgroups (v2 and v1)."""
     cores = len(os.sched_getaffinity(0))
-    try:
-        with open("/proc/self/cgroup", encoding="utf-8") as stream:
-            path = next(line.split("::", 1)[1].strip() for line in stream if line.startswith("0::"))
-    except (OSError, IndexError):
-        return cores
-    while path:
-        try:
-            with open("/sys/fs/cgroup" + path.rstrip("/") + "/cpu.max", encoding="ascii") as stream:
-                quota, period = stream.read().split()
-            if quota != "max":
-                cores = min(cores, max(1, int(quota) // int(period)))
-        except (OSError, ValueError):
-            pass
-        path = path.rpartition("/")[0]
+    for folder in cpu_cgroups(root):
+        quota = cpu_quota(folder)
+        if quota is not None:
+            cores = min(cores, max(1, int(quota)))
     return cores
+
+
+def cpu_cgroups(root: str) -> list[str]:
+    """The folders that may limit our CPU time: of our cgroup and all above it.
+
+    The top is always among them: in a container it often is the container's own.
+    """
+    try:
+        with open(os.path.join(root, "proc/self/cgroup"), encoding="utf-8") as stream:
+            lines = [line.rstrip("\n").split(":", 2) for line in stream]
+    except (OSError, ValueError):
+        return []
+    folders = []
+    for line in lines:
+        if len(line) < 3 or (line[1] and "cpu" not in line[1].split(",")):
+            continue
+        parts = [part for part in line[2].split("/") if part]
+        for mount in (line[1], "cpu") if line[1] else ("", "unified"):
+            top = os.path.join(root, "sys/fs/cgroup", mount)
+            folders += [os.path.join(top, *parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return folders
+
+
+def cpu_quota(folder: str) -> float | None:
+    """Cores' worth of CPU time that a cgroup may use; None where it has no limit."""
+    try:
+        with open(os.path.join(folder, "cpu.max"), encoding="ascii") as stream:
+            quota, period = stream.read().split()
+    except (OSError, ValueError):
+        try:  # cgroup v1
+            with open(os.path.join(folder, "cpu.cfs_quota_us"), encoding="ascii") as stream:
+                quota = stream.read()
+            with open(os.path.join(folder, "cpu.cfs_period_us"), encoding="ascii") as stream:
+                period = stream.read()
+        except OSError:
+            return None
+    try:
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (ValueError, ZeroDivisionError):  # "max"
+        return None
+
+
+def device_variable(env: dict[bytes, bytes], root: str = "/") -> bytes:
+    """The variable that this host's device ids are counted in, and so have to be written to."""
+    amd = os.path.exists(os.path.join(root, "dev/kfd"))
+    if not amd or os.path.isdir(os.path.join(root, "proc/driver/nvidia/gpus")):
+        return CUDA_VARIABLE
+    return next((name for name in AMD_VARIABLES if name in env), AMD_VARIABLES[0])
 
 
 def visible_devices(slots: list[str], inherited: bytes | None) -> str:
@@ -609,7 +662,7 @@ def wake_on_signals(agent: Agent) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: agent.begin_stop(agent.orders["checkpoint_grace_s"]))
+            signal.signal(number, agent.note_signal)
     return read_fd
 
 

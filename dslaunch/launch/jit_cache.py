@@ -1,4 +1,4 @@
-"""Where DeepSpeed's JIT-built ops are kept: apart for every interpreter, version and CPU."""
+"""Where DeepSpeed's JIT-built ops are kept: apart for every interpreter and CPU, and version where known."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from dslaunch.core.devices import cpu_model
 from dslaunch.core.run_dir import cache_dir
 
 
 def torch_extensions_dir(program: str, environ: Mapping[str, str], cwd: str) -> Path:
     """The TORCH_EXTENSIONS_DIR of ranks that run ``program``.
 
-    An op compiled for one CPU dies of an illegal instruction on an older one,
-    and one compiled for another torch does not load: each gets its own directory.
+    An op compiled for one CPU dies of an illegal instruction on an older one, and
+    one compiled for another torch does not load. So every interpreter and CPU has
+    a directory of its own, and for the interpreter that runs dslaunch so has every
+    version of Python, torch and DeepSpeed. Of another interpreter the versions
+    are not known: who upgrades torch there removes the directory.
     """
     return cache_dir(dict(environ)) / "torch_extensions" / _key(_interpreter(program, environ, cwd))
 
@@ -41,20 +45,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "none"
-
-
-def cpu_model() -> str:
-    """The CPU's name and its instruction set flags, as /proc/cpuinfo gives them."""
-    wanted = {"model name", "flags", "Features", "CPU part"}
-    found: dict[str, str] = {}
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as stream:
-            for line in stream:
-                name, _, value = line.partition(":")
-                if name.strip() in wanted:
-                    found.setdefault(name.strip(), value.strip())
-                if not line.strip():  # the first core speaks for all
-                    break
-    except OSError:
-        pass
-    return "\n".join([platform.machine(), *(f"{name}={found[name]}" for name in sorted(found))])

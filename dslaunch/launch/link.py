@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dslaunch.core.command import Command
@@ -16,18 +17,23 @@ from dslaunch.core.topology import Host
 
 _CHUNK = 65536
 _KEEP_STDERR = 8192
+_ACK_EVERY = 1 << 16  # bytes of output written before an agent is told
 
 
 class AgentLink:
-    """One started agent. It runs in its own session: a terminal's Ctrl-C reaches only us."""
+    """One started agent. It runs in its own session: a terminal's Ctrl-C reaches only us.
 
-    def __init__(self, host: Host, command: Command) -> None:
+    It inherits the descriptors in ``keep_fds``. Raises EnvironmentNotReady where it cannot be started.
+    """
+
+    def __init__(self, host: Host, command: Command, keep_fds: Sequence[int] = ()) -> None:
         self.host = host
         self.done = False  # it said so: nothing of its ranks is left
         self.groups: set[int] = set()  # process groups of ranks that run, for when the agent dies
         self.stderr = b""
         self._buffer = b""
         self._unacked = 0
+        self._lock = threading.Lock()
         try:
             self.process = subprocess.Popen(
                 command.argv,
@@ -38,6 +44,7 @@ class AgentLink:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
+                pass_fds=tuple(keep_fds),
             )
         except OSError as error:
             raise EnvironmentNotReady(
@@ -58,6 +65,20 @@ class AgentLink:
     def send(self, command: str, **fields: Any) -> None:
         """Give the agent a command; does nothing where it is gone."""
         self._write(json.dumps({"command": command, **fields}).encode("ascii") + b"\n")
+
+    def note_written(self, num_bytes: int) -> bool:
+        """Count output of its ranks that is out; True when :meth:`send_ack` is due. For any thread."""
+        with self._lock:
+            self._unacked += num_bytes
+            return self._unacked >= _ACK_EVERY
+
+    def send_ack(self) -> None:
+        """Let the agent send more, if enough of its output has been written to be worth a message."""
+        with self._lock:
+            if self._unacked < _ACK_EVERY:
+                return
+            num_bytes, self._unacked = self._unacked, 0
+        self.send("ack", bytes=num_bytes)
 
     def read_events(self) -> Iterator[dict[str, Any]]:
         """The events in one chunk of its stdout. Lines that are no events (login noise) are skipped.
@@ -108,8 +129,10 @@ class AgentLink:
         assert self.process.stdin is not None
         if self.process.stdin.closed:
             return
+        rest = memoryview(data)
         try:
-            self.process.stdin.write(data)
+            while rest:  # a signal may cut one write short
+                rest = rest[self.process.stdin.write(rest) :]
         except OSError:
             self._close_stdin()
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dslaunch.core.command import Command
-from dslaunch.core.errors import ConfigError
-from dslaunch.core.topology import Host, Topology
+from dslaunch.core.devices import may_have_gpu, probe_inventory
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.core.plan import LaunchPlan
+from dslaunch.core.topology import Host, Topology, is_this_machine
 from dslaunch.launch import agent
 from dslaunch.launch.orders import encode_orders
 
@@ -34,23 +36,24 @@ def check_hosts(topology: Topology) -> None:
             )
 
 
-def is_this_machine(name: str) -> bool:
-    """Whether ``name`` is this host's name or resolves to one of its addresses."""
-    own = os.uname().nodename
-    if name in ("localhost", own, own.split(".")[0]):
-        return True
-    try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):
-        return False
-    return any(_can_bind(family, address) for family, _, _, _, address in found)
+def check_devices(plan: LaunchPlan, environ: Mapping[str, str], *, root: Path = Path("/")) -> None:
+    """Raises EnvironmentNotReady where a plan for GPUs is to start on a machine that has not got them.
 
-
-def _can_bind(family: int, address: Any) -> bool:
-    # The kernel binds only to addresses of this machine; no packet is sent.
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
+    A plan may have been made for another machine (``--gpu h100``). A machine that
+    has a GPU but no list of them (WSL) is let pass: each rank looks for itself.
+    """
+    if plan.device_type != "cuda":
+        return
+    if not probe_inventory({}, root=root).accelerators and may_have_gpu(root):
+        return
+    seen = {name: value for name, value in {**environ, **plan.env}.items() if name != "DS_ACCELERATOR"}
+    ids = [accelerator.id for accelerator in probe_inventory(seen, root=root).accelerators]
+    slots = [slot for host in plan.topology.hosts for slot in host.slots]
+    # As in the agent: slots are ids, or else positions among the visible ones. Of UUIDs /proc has no list.
+    missing = [s for s in slots if not ids or (s.isdecimal() and s not in ids and int(s) >= len(ids))]
+    if missing:
+        shown = f"{len(ids)} ({', '.join(ids)})" if ids else "none"
+        raise EnvironmentNotReady(
+            f"the plan is for GPU {missing[0]}, but this machine shows {shown}; nothing was started",
+            hint="start it where they are, or plan for this machine: leave --gpu out, or give --gpu cpu",
+        )

@@ -15,14 +15,13 @@ from dslaunch.core.topology import RankPlace
 from dslaunch.launch.agent import PROTOCOL
 from dslaunch.launch.jit_cache import torch_extensions_dir
 
-VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES"}
-
 
 def check_launch(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """What can be known wrong before anything starts.
 
-    Raises ConfigError for words no process can be given or a variable that is
-    ours to set; EnvironmentNotReady where a secret is named but not set here.
+    Raises ConfigError for words no process can be given, a variable that is ours
+    to set or a DS_ACCELERATOR that is not the plan's; EnvironmentNotReady where a
+    secret is named but not set here.
     """
     check_argv(plan.argv, "launch")
     check_env(plan.env, "launch.env")
@@ -38,6 +37,12 @@ def check_launch(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
                 f"{name} is to be passed to the ranks but is not set here; nothing was started",
                 hint=f"export {name} first, or take it out of launch.secret_env (--env)",
             )
+    given = plan.env.get("DS_ACCELERATOR", environ.get("DS_ACCELERATOR"))
+    if "DS_ACCELERATOR" in (*plan.env, *plan.secret_env) and given != plan.device_type:
+        raise ConfigError(
+            f"launch.env: DS_ACCELERATOR is {given!r}, but the plan is for {plan.device_type}",
+            hint="leave it out, it is set to that; with a run file --gpu cpu plans for the CPU",
+        )
 
 
 def build_orders(
@@ -50,14 +55,13 @@ def build_orders(
     is text only in a dry run, which looks for no port.
     """
     host = plan.topology.hosts[node_rank]
-    variable = VISIBLE_DEVICES.get(plan.device_type)
     return {
         "protocol": PROTOCOL,
         "host": host.name,
         "argv": list(plan.argv),
         "cwd": plan.cwd,
         "env": {**_common_env(plan, environ), **{name: environ[name] for name in plan.secret_env}},
-        "visible_devices": {"variable": variable, "slots": list(host.slots)} if variable else None,
+        "visible_devices": list(host.slots) if plan.device_type == "cuda" else None,
         "auto_threads": True,
         "failure_grace_s": plan.failure_grace_s,
         "checkpoint_grace_s": plan.checkpoint_grace_s,
@@ -81,8 +85,11 @@ def encode_orders(orders: Mapping[str, Any]) -> bytes:
 
 def _common_env(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
     env = {"PYTHONNOUSERSITE": "1", "PYTHONUNBUFFERED": "1", "DSLAUNCH_RUN_DIR": plan.run_dir}
-    if plan.device_type == "cpu":
-        env["DS_ACCELERATOR"] = "cpu"
+    # Also for GPUs, also over one that is set: DeepSpeed without it falls back to the CPU in silence.
+    env["DS_ACCELERATOR"] = plan.device_type
+    if plan.device_type == "cuda" and "CUDA_DEVICE_ORDER" not in environ:
+        # Slot ids count as /proc and nvidia-smi do. CUDA's own default puts the fastest GPU first.
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not environ.get("TORCH_EXTENSIONS_DIR"):
         env["TORCH_EXTENSIONS_DIR"] = str(torch_extensions_dir(plan.argv[0], environ, plan.cwd))
     return {**env, **plan.env}

@@ -40,6 +40,8 @@ def lease_port(wanted: int | None) -> PortLease:
     if wanted is not None:
         reservation = _reserve(wanted)
         if reservation is None or not _is_free(wanted):
+            if reservation is not None:
+                reservation.close()
             raise EnvironmentNotReady(
                 f"master_port {wanted} is taken{_holder_text(wanted)}; nothing was started",
                 hint="leave master_port out, and a free port is found",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import fcntl
 import json
-import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dslaunch.core import atomic
 from dslaunch.core.errors import ConfigError
+from dslaunch.core.file_lock import LocksUnsupported, LockTimeout, exclusive
 from dslaunch.core.hostfile import render_hostfile
 from dslaunch.core.plan import SCHEMA_VERSION, LaunchPlan, RunPlan, from_json, load_run_plan, to_json
 from dslaunch.core.run_dir import RunDir
@@ -54,36 +57,62 @@ def move_plan(plan: RecordedPlan, run_dir: Path) -> RecordedPlan:
     return dataclasses.replace(plan, launch=launch)
 
 
-def write_run_files(plan: RecordedPlan, launch_script: str) -> None:
-    """Write plan.json, hostfile, launch.sh and, for a training run, ds_config.json."""
+@dataclass(frozen=True)
+class RunFile:
+    """A file of a run directory that is still to be written."""
+
+    path: Path
+    text: str
+    is_program: bool = False
+
+
+def render_run_files(plan: RecordedPlan, launch_script: str) -> tuple[RunFile, ...]:
+    """plan.json, hostfile, launch.sh and, for a training run, ds_config.json. Writes nothing.
+
+    What cannot be rendered is found here, before there is a run directory.
+    """
     run_dir = RunDir(Path(plan.launch.run_dir))
-    atomic.write_json(run_dir.plan, to_json(plan))
+    files = [RunFile(run_dir.plan, _json_text(to_json(plan)))]
     if isinstance(plan, RunPlan):
-        atomic.write_json(run_dir.ds_config, plan.ds_config)
-    atomic.write_text(run_dir.hostfile, render_hostfile(plan.launch.topology.hosts))
-    atomic.write_text(run_dir.launch_script, launch_script, mode=0o777 & ~atomic.umask())
+        files.append(RunFile(run_dir.ds_config, _json_text(plan.ds_config)))
+    files.append(RunFile(run_dir.hostfile, render_hostfile(plan.launch.topology.hosts)))
+    files.append(RunFile(run_dir.launch_script, launch_script, is_program=True))
+    return tuple(files)
 
 
-class RunLock:
-    """Held while a launch uses a run directory. The kernel frees it however this process ends."""
+def _json_text(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
-    def __init__(self, run_dir: Path) -> None:
-        """Raises ConfigError where another launch holds it."""
-        path = run_dir / ".lock"
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+def write_run_files(files: Iterable[RunFile]) -> None:
+    """Write what :func:`render_run_files` gave, each file whole. Raises OSError."""
+    for file in files:
+        mode = 0o777 & ~atomic.umask() if file.is_program else None
+        atomic.write_text(file.path, file.text, mode=mode)
+
+
+@contextmanager
+def hold_run_dir(run_dir: Path) -> Iterator[int | None]:
+    """Keep other launches out of a run directory. Gives the lock's descriptor, for the agents to inherit.
+
+    The kernel lets go when this process and all that inherited the descriptor have
+    ended, however they do. On a file system without locks a line on stderr says
+    so, and None is given. Raises ConfigError where another launch is in it.
+    """
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._fd, 256, 0).decode("utf-8", "replace").strip()
-            os.close(self._fd)
+            fd = stack.enter_context(exclusive(run_dir / ".lock", timeout_s=0))
+        except LockTimeout as error:
             raise ConfigError(
-                f"the run in {run_dir} is still going on ({holder}); nothing was started",
+                f"the run in {run_dir} is still going on ({error.holder}); nothing was started",
                 hint="wait for it, stop it, or use another --run-dir",
             ) from None
-        except OSError:
-            return  # a file system without locks
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
-
-    def close(self) -> None:
-        os.close(self._fd)
+        except LocksUnsupported as error:
+            print(
+                f"dslaunch: {run_dir} is on a file system without locks ({error.strerror}): "
+                "see to it yourself that no second launch uses it",
+                file=sys.stderr,
+            )
+            yield None
+            return
+        yield fd

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections import deque
 from types import FrameType, TracebackType
 from typing import Any
@@ -13,9 +14,24 @@ from typing import Any
 CANCEL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARD = (signal.SIGUSR1, signal.SIGUSR2)
 
+# A further signal means "kill now" only from this long after the first: one Ctrl-C may come twice,
+# from the terminal and from a wrapper that passes it on, in the same instant. A hand needs longer.
+# Whoever sends TERM twice (schedulers, supervisors) leaves seconds in between.
+_KILL_AFTER_S = {signal.SIGINT: 0.3, signal.SIGTERM: 1.0}
+
+
+def means_kill(number: int, seconds_after_first: float) -> bool:
+    """Whether a cancel signal, so long after the first one, asks to kill the ranks at once.
+
+    HUP never does: a terminal that closes sends it several times, and that is no
+    reason to lose the checkpoint.
+    """
+    kill_after_s = _KILL_AFTER_S.get(signal.Signals(number))
+    return kill_after_s is not None and seconds_after_first >= kill_after_s
+
 
 class SignalInbox:
-    """While entered, signals land in ``pending`` and make ``fd`` readable.
+    """While entered, signals land in ``pending`` (number, monotonic time) and make ``fd`` readable.
 
     INT and HUP that are ignored already (nohup, a background job of a shell
     script) stay ignored, for the ranks too. Only a main thread can have handlers;
@@ -23,7 +39,7 @@ class SignalInbox:
     """
 
     def __init__(self) -> None:
-        self.pending: deque[int] = deque()
+        self.pending: deque[tuple[int, float]] = deque()
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._old: dict[int, Any] = {}
         self._old_wakeup = -1
@@ -58,4 +74,4 @@ class SignalInbox:
                 pass
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.pending.append(number)
+        self.pending.append((number, time.monotonic()))

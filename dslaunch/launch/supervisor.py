@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import selectors
 import signal
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from dslaunch.core.command import Command
-from dslaunch.core.errors import (
-    EXIT_HOST_LOST,
-    EXIT_STOPPED_AT_CHECKPOINT,
-    EnvironmentNotReady,
-)
+from dslaunch.core.errors import EXIT_STOPPED_AT_CHECKPOINT, EnvironmentNotReady
 from dslaunch.core.events import JsonlWriter
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import RunDir
@@ -24,32 +19,36 @@ from dslaunch.launch import local
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.orders import build_orders, check_launch
 from dslaunch.launch.ports import lease_port
-from dslaunch.launch.signals import FORWARD, SignalInbox
+from dslaunch.launch.signals import FORWARD, SignalInbox, means_kill
 from dslaunch.launch.terminal import SafeEvents, StreamWriter
 from dslaunch.launch.text import printable, utf8_environ
-from dslaunch.launch.verdict import Outcome, RankEnd, describe_code, render_failure, summarise
+from dslaunch.launch.verdict import Outcome, RankEnd, describe_code, list_ranks, render_failure, render_stop
 
 # One file per way to reach a host; each turns (host, orders) into the Command that starts its agent.
 LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any]], Command]] = {"local": local.build_agent_command}
 
-_ACK_EVERY = 1 << 16  # bytes of output written before an agent is told
 _AGENT_SLACK_S = 20.0  # an agent that has been told to stop and is silent this much longer is killed
 _LEFTOVERS_SHOWN = 5
 
 
-def run_launch(plan: LaunchPlan, *, events: JsonlWriter | None, out: BinaryIO, err: BinaryIO) -> int:
-    """As :func:`supervise`; returns the exit code alone."""
-    return supervise(plan, events=events, out=out, err=err).exit_code
-
-
-def supervise(plan: LaunchPlan, *, events: JsonlWriter | None, out: BinaryIO, err: BinaryIO) -> Outcome:
+def supervise(
+    plan: LaunchPlan,
+    *,
+    events: JsonlWriter | None,
+    out: BinaryIO,
+    err: BinaryIO,
+    keep_fds: Sequence[int] = (),
+) -> Outcome:
     """Start every rank of ``plan`` and stay until nothing of them is left.
 
     Rank 0's stdout goes to ``out`` and its stderr to ``err``, byte for byte; of
     the other ranks only lines that look like errors go to ``err``. All of it is in
-    the run directory's logs. The exit code is the first failing rank's own, 128+n
-    for a signal; 128+n when signal n cancelled the launch; 75 when all ranks
-    stopped at a checkpoint; 77 when a host's agent was lost.
+    the run directory's logs. The agents inherit ``keep_fds``: a lock in it is held
+    until the ranks are gone, even where this process is killed before them.
+
+    The exit code is the first failing rank's own, 128+n for a signal; 128+n when
+    signal n cancelled the launch; 75 when all ranks stopped at a checkpoint; 1
+    when some did and others had to be stopped; 77 when a host's agent was lost.
 
     Raises ConfigError or EnvironmentNotReady where the ranks cannot be started.
     """
@@ -59,7 +58,7 @@ def supervise(plan: LaunchPlan, *, events: JsonlWriter | None, out: BinaryIO, er
         with SignalInbox() as signals:
             launch = _Launch(plan, signals, SafeEvents(events), StreamWriter(out), StreamWriter(err))
             try:
-                launch.start(lease.port, environ)
+                launch.start(lease.port, environ, keep_fds)
                 launch.serve()
                 return launch.finish()
             finally:
@@ -76,6 +75,7 @@ def check_ready(plan: LaunchPlan) -> Mapping[str, str]:
     environ = utf8_environ()
     check_launch(plan, environ)
     local.check_hosts(plan.topology)
+    local.check_devices(plan, environ)
     return environ
 
 
@@ -97,17 +97,28 @@ class _Launch:
         self.ends: dict[int, RankEnd] = {}
         self.first_failure: RankEnd | None = None
         self.cancelled_by: int | None = None
+        self.cancelled_at = float("-inf")
+        self.late: tuple[int, ...] = ()
         self.lost_host: str | None = None
         self.refusal: EnvironmentNotReady | None = None
         self.checkpoint_deadline = float("inf")
         self.kill_agents_at = float("inf")
         self.leftovers = 0
-        self._unacked: dict[AgentLink, int] = {}
-        self._lock = threading.Lock()
+        self._handlers: Mapping[str, Callable[[AgentLink, dict[str, Any]], None]] = {
+            "start": self._on_start,
+            "refused": self._on_refused,
+            "output": self._on_output,
+            "error_line": self._on_error_line,
+            "exit": self._on_exit,
+            "log_error": self._on_log_error,
+            "stop_asked": self._on_stop_asked,
+            "leftover": self._on_leftover,
+            "done": self._on_done,
+        }
 
     # --- starting and serving -------------------------------------------------------------------
 
-    def start(self, master_port: int, environ: Mapping[str, str]) -> None:
+    def start(self, master_port: int, environ: Mapping[str, str], keep_fds: Sequence[int]) -> None:
         self.events.write(
             "launch_start",
             world_size=self.plan.topology.world_size,
@@ -120,7 +131,7 @@ class _Launch:
         self.selector.register(self.signals.fd, selectors.EVENT_READ, None)
         for node_rank, host in enumerate(self.plan.topology.hosts):
             orders = build_orders(self.plan, node_rank, master_port=master_port, environ=environ)
-            link = AgentLink(host, build_agent_command(host, orders))
+            link = AgentLink(host, build_agent_command(host, orders), keep_fds)
             self.links.append(link)
             self.selector.register(link.stdout_fd, selectors.EVENT_READ, (link, self._read_events))
             self.selector.register(link.stderr_fd, selectors.EVENT_READ, (link, self._read_stderr))
@@ -138,7 +149,8 @@ class _Launch:
                     if key.fd == link.stdout_fd:
                         open_links.discard(link)
             self._handle_signals()
-            self._send_acks()
+            for link in self.links:
+                link.send_ack()
             self._check_deadlines()
 
     def _timeout(self) -> float | None:
@@ -151,8 +163,8 @@ class _Launch:
     def _read_events(self, link: AgentLink) -> bool:
         try:
             for event in link.read_events():
-                handler = getattr(self, f"_on_{event['event']}", None)
-                if handler is not None:
+                handler = self._handlers.get(event["event"])
+                if handler is not None:  # "hello" says nothing that is needed here
                     handler(link, event)
         except EOFError:
             if not link.done:
@@ -199,7 +211,7 @@ class _Launch:
         )
         self.ends[end.rank] = end
         self._record_exit(end, event["pid"])
-        if code == 0 or self.cancelled_by is not None or self.lost_host or self.first_failure:
+        if code == 0 or end.asked or self._is_ending():  # stopped by us: not what went wrong
             return
         if code == EXIT_STOPPED_AT_CHECKPOINT:
             # All ranks stop at the same step; the others are about to exit the same way.
@@ -215,6 +227,12 @@ class _Launch:
     def _on_log_error(self, link: AgentLink, event: dict[str, Any]) -> None:
         path = self._log_path(event["rank"])
         self._say(f"cannot write {path}: {event['message']}; the rank runs on, its output there has a gap")
+
+    def _on_stop_asked(self, link: AgentLink, event: dict[str, Any]) -> None:
+        if not self._is_ending():
+            number: int = event["signal"]
+            what = f"{signal.Signals(number).name} to the agent on {link.host.name}"
+            self._cancel(number, time.monotonic(), what)
 
     def _on_leftover(self, link: AgentLink, event: dict[str, Any]) -> None:
         self.leftovers += 1
@@ -246,12 +264,17 @@ class _Launch:
         self.events.write("host_lost", host=link.host.name, how=how)
         if not self.pids:
             self.refusal = self.refusal or EnvironmentNotReady(f"{how}; nothing was started")
-        elif self.first_failure is None and self.cancelled_by is None:
-            self.lost_host = self.lost_host or link.host.name
+        elif not self._is_ending():
+            self.lost_host = link.host.name
             self._say(f"{how}; its ranks are lost")
         self._stop(self.plan.failure_grace_s)
 
     # --- stopping -------------------------------------------------------------------------------
+
+    def _is_ending(self) -> bool:
+        """Whether the ranks were told to stop: what ends from then on is not the reason for it."""
+        reasons = (self.first_failure, self.cancelled_by, self.lost_host, self.refusal)
+        return bool(self.late) or any(reason is not None for reason in reasons)
 
     def _stop(self, grace_s: float) -> None:
         for link in self.links:
@@ -270,32 +293,33 @@ class _Launch:
 
     def _handle_signals(self) -> None:
         while self.signals.pending:
-            number = self.signals.pending.popleft()
+            number, at = self.signals.pending.popleft()
             name = signal.Signals(number).name
             self.events.write("launcher_signal", signal=name)
             if number in FORWARD:
                 for link in self.links:
                     link.send("signal", name=name.removeprefix("SIG"))
-            elif self.cancelled_by is not None or self.first_failure is not None:
+            elif not self._is_ending():
+                self._cancel(number, at, "Ctrl-C" if number == signal.SIGINT else name)
+            elif means_kill(number, at - self.cancelled_at):
                 self._say(f"{name} again: killing what is left" if self.cancelled_by else f"{name}: killing")
                 self.cancelled_by = self.cancelled_by or number
                 self._kill()
-            else:
-                self._cancel(number, name)
 
-    def _cancel(self, number: int, name: str) -> None:
-        self.cancelled_by = number
+    def _cancel(self, number: int, at: float, what: str) -> None:
+        self.cancelled_by, self.cancelled_at = number, at
         grace_s = self.plan.checkpoint_grace_s
-        word = "Ctrl-C" if number == signal.SIGINT else name
         again = "; once more kills them at once" if number == signal.SIGINT else ""
-        self._say(f"{word}: ranks were asked to stop and have {grace_s:g} s to write a checkpoint{again}")
+        self._say(f"{what}: ranks were asked to stop and have {grace_s:g} s to write a checkpoint{again}")
         self._stop(grace_s)
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         if now >= self.checkpoint_deadline:
-            late = sorted(set(self.hosts) - set(self.ends))
-            self._say(f"some ranks stopped at a checkpoint but ranks {late} did not; stopping them")
+            self.late = tuple(sorted(set(self.hosts) - set(self.ends)))
+            self.events.write("checkpoint_late", ranks=list(self.late))
+            which = list_ranks(list(self.late))
+            self._say(f"{which} did not stop at the checkpoint that others stopped at; stopping what is left")
             self._stop(self.plan.failure_grace_s)
         if now >= self.kill_agents_at:
             self.kill_agents_at = float("inf")
@@ -312,29 +336,17 @@ class _Launch:
             self.events.write("launch_end", exit_code=self.refusal.exit_code, refused=self.refusal.message)
             raise self.refusal
         outcome = Outcome(
-            exit_code=self._exit_code(),
             ends=tuple(self.ends[rank] for rank in sorted(self.ends)),
             first_failure=self.first_failure,
             cancelled_by=self.cancelled_by,
             lost_host=self.lost_host,
+            late=self.late,
         )
         self.events.write("launch_end", exit_code=outcome.exit_code)
         if self.events.problem:
             self._say(f"events.jsonl has a gap: {self.events.problem}")
         self._tell(outcome)
         return outcome
-
-    def _exit_code(self) -> int:
-        codes = {end.code for end in self.ends.values()}
-        if self.first_failure is not None:
-            return self.first_failure.exit_code
-        if self.lost_host is not None:
-            return EXIT_HOST_LOST
-        if EXIT_STOPPED_AT_CHECKPOINT in codes and codes <= {0, EXIT_STOPPED_AT_CHECKPOINT}:
-            return EXIT_STOPPED_AT_CHECKPOINT
-        if self.cancelled_by is not None:
-            return 128 + self.cancelled_by
-        return 0
 
     def _tell(self, outcome: Outcome) -> None:
         if outcome.first_failure is not None:
@@ -343,8 +355,7 @@ class _Launch:
         elif outcome.exit_code == EXIT_STOPPED_AT_CHECKPOINT:
             self._say("all ranks stopped at a checkpoint; go on with --resume (exit code 75)")
         elif outcome.exit_code != 0:
-            why = "cancelled" if outcome.cancelled_by else f"host {outcome.lost_host} was lost"
-            self._say(f"{why}: {summarise(list(outcome.ends)) or 'no rank ended by itself'}")
+            self._say(render_stop(outcome))
 
     def close(self) -> None:
         """Stop what still runs (only after an error of ours), then let the last output out."""
@@ -352,8 +363,11 @@ class _Launch:
             link.close(self.plan.failure_grace_s * 2 + _AGENT_SLACK_S if not link.done else _AGENT_SLACK_S)
         self.selector.close()
         before = len(self.signals.pending)
-        for writer in (self.out, self.err):
-            writer.close(lambda: len(self.signals.pending) > before)
+        self.out.close(lambda: len(self.signals.pending) > before)
+        if self.out.problem is not None:
+            log = self._log_path(0)
+            self._say(f"rank 0's output could not all be written here: {self.out.problem}; see {log}")
+        self.err.close(lambda: len(self.signals.pending) > before)
 
     # --- small things ---------------------------------------------------------------------------
 
@@ -365,18 +379,8 @@ class _Launch:
         )  # fmt: skip
 
     def _note_written(self, link: AgentLink, num_bytes: int) -> None:
-        with self._lock:  # called in a writer's thread
-            total = self._unacked[link] = self._unacked.get(link, 0) + num_bytes
-        if total >= _ACK_EVERY:
+        if link.note_written(num_bytes):  # in a writer's thread
             self.signals.wake()
-
-    def _send_acks(self) -> None:
-        with self._lock:
-            due = {link: total for link, total in self._unacked.items() if total >= _ACK_EVERY}
-            for link in due:
-                self._unacked[link] = 0
-        for link, total in due.items():
-            link.send("ack", bytes=total)
 
     def _log_path(self, rank: int) -> Path:
         return RunDir(Path(self.plan.run_dir)).rank_log(rank)

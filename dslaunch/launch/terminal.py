@@ -18,12 +18,16 @@ from dslaunch.core.events import JsonlWriter
 
 
 class StreamWriter:
-    """Writes chunks in order, in a thread. A reader that went away costs output, not the run."""
+    """Writes chunks in order, in a thread. A reader that went away costs output, not the run.
+
+    ``problem`` says why not all could be written (a full disk); a reader that went away is none.
+    """
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._queue: queue.SimpleQueue[tuple[bytes, Callable[[], None] | None] | None] = queue.SimpleQueue()
         self._broken = False
+        self.problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="dslaunch-writer", daemon=True)
         self._thread.start()
 
@@ -49,8 +53,10 @@ class StreamWriter:
         try:
             self._stream.write(data)
             self._stream.flush()
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
             self._broken = True
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                self.problem = error.strerror
             self._discard_rest()
 
     def _discard_rest(self) -> None:

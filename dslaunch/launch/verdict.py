@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from dslaunch.core.errors import (
     EXIT_DIVERGED,
+    EXIT_HOST_LOST,
+    EXIT_NO,
     EXIT_NOT_READY,
     EXIT_OUR_BUG,
     EXIT_STOPPED_AT_CHECKPOINT,
@@ -52,13 +54,30 @@ class RankEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a launch. ``first_failure`` is the rank that failed before any other."""
+    """The end of a launch. ``first_failure`` is the rank that failed before any other, by itself."""
 
-    exit_code: int
     ends: tuple[RankEnd, ...]
     first_failure: RankEnd | None = None
     cancelled_by: int | None = None  # signal number
     lost_host: str | None = None
+    late: tuple[int, ...] = ()  # ranks that had to be stopped after others stopped at a checkpoint
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the launch; docs/launching.md has the table."""
+        codes = {end.code for end in self.ends}
+        if self.first_failure is not None:
+            return self.first_failure.exit_code
+        if self.lost_host is not None:
+            return EXIT_HOST_LOST
+        if EXIT_STOPPED_AT_CHECKPOINT in codes and codes <= {0, EXIT_STOPPED_AT_CHECKPOINT}:
+            return EXIT_STOPPED_AT_CHECKPOINT
+        if self.cancelled_by is not None:
+            return 128 + self.cancelled_by
+        if self.late:
+            return EXIT_NO
+        # Ranks that were stopped for no reason known here must not pass for a run that went well.
+        return next((end.exit_code for end in self.ends if end.code != 0), 0)
 
 
 def describe_code(code: int) -> str:
@@ -96,16 +115,30 @@ def render_failure(outcome: Outcome, log_path: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_stop(outcome: Outcome) -> str:
+    """The last line on stderr when no rank failed, but not all ended well: why, and how each ended."""
+    if outcome.cancelled_by is not None:
+        why = "cancelled"
+    elif outcome.lost_host is not None:
+        why = f"host {outcome.lost_host} was lost"
+    elif outcome.late:
+        why = f"{list_ranks(list(outcome.late))} did not stop at the checkpoint in time"
+    else:
+        why = "stopped"
+    return f"{why}: {summarise(list(outcome.ends)) or 'no rank ended by itself'}"
+
+
 def summarise(ends: list[RankEnd]) -> str:
     """How many ranks ended which way, in one line; the first few ranks of each way by number."""
     groups: dict[str, list[int]] = {}
     for end in ends:
         name = f"signal {-end.code}" if end.code < 0 else f"code {end.code}"
         groups.setdefault(f"{'stopped by dslaunch' if end.asked else 'ended'} ({name})", []).append(end.rank)
-    return "; ".join(f"{_ranks(ranks)} {how}" for how, ranks in groups.items())
+    return "; ".join(f"{list_ranks(ranks)} {how}" for how, ranks in groups.items())
 
 
-def _ranks(ranks: list[int]) -> str:
+def list_ranks(ranks: list[int]) -> str:
+    """``rank 3`` or ``ranks 0, 1``; of many the first eight."""
     ranks = sorted(ranks)
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""

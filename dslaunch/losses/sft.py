@@ -26,8 +26,9 @@ def token_nll(logits: torch.Tensor, targets: torch.Tensor) -> TokenLoss:
     supervised position the sum is a zero that still has a graph, so that a rank
     without tokens can call backward like the others.
 
-    Computed in fp32 as ``logsumexp(logits) - logits[target]``, which never builds the
-    log-softmax of the whole vocabulary. Raises ValueError where the shapes do not fit.
+    Computed in fp32 as ``logsumexp(logits) - logits[target]``: forward builds no log-softmax
+    of the whole vocabulary (backward does build the softmax, which is the gradient).
+    Raises ValueError where the shapes do not fit.
     Source: cross entropy of the softmax, e.g. Goodfellow et al., Deep Learning, 6.2.2.3.
     """
     if logits.shape[:-1] != targets.shape:

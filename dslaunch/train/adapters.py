@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dslaunch.core.errors import ConfigError, DslaunchError
+from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import AdapterPlan
 
 ALL_LINEAR = "all-linear"
@@ -80,24 +81,34 @@ class GradientWitness:
     """
 
     def __init__(self, model: Any) -> None:
-        self._unseen = {name for name, p in model.named_parameters() if p.requires_grad}
-        self._hooks = [
-            p.register_hook(self._hook(name)) for name, p in model.named_parameters() if p.requires_grad
-        ]
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._seen = {name: 0.0 for name, _ in trained}
+        self._hooks = [p.register_hook(self._hook(name)) for name, p in trained]
 
     def _hook(self, name: str) -> Any:
         def seen(_: torch.Tensor) -> None:
-            self._unseen.discard(name)
+            self._seen[name] = 1.0
 
         return seen
 
-    def check(self) -> None:
-        """Stop watching. Raises DslaunchError naming parameters without a gradient."""
+    def check(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> str | None:
+        """Stop watching. Collective: a gradient on any rank counts.
+
+        ``sum_over_ranks`` adds vectors up element by element, as ``dist.all_reduce_sum`` does.
+        Experts may be without one, where no token was routed to them: returns a line about
+        those. Raises ConfigError, on all ranks, naming any other parameter without a gradient.
+        """
         for hook in self._hooks:
             hook.remove()
-        if self._unseen:
-            some = sorted(self._unseen)
-            raise DslaunchError(
-                f"no gradient reached {len(some)} trained parameters in the first step, e.g. {some[0]}",
+        seen = sum_over_ranks(list(self._seen.values()))
+        unseen = sorted(name for name, count in zip(self._seen, seen, strict=True) if count == 0)
+        experts = [name for name in unseen if "experts" in name.split(".")]
+        others = [name for name in unseen if name not in experts]
+        if others:
+            raise ConfigError(
+                f"no gradient reached {len(others)} trained parameters in the first step, e.g. {others[0]}",
                 hint="the forward pass does not use these layers: leave them out of adapter.target_modules",
             )
+        if not experts:
+            return None
+        return f"no token of the first step was routed to {len(experts)} expert weights, e.g. {experts[0]}"

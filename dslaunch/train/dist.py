@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dslaunch.core.errors import EXIT_HOST_LOST, ConfigError, EnvironmentNotReady, LaunchFailed
+from dslaunch.core.errors import EXIT_HOST_LOST, ConfigError, EnvironmentNotReady, LaunchFailed, one_line
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -52,6 +52,29 @@ def read_rank_environment() -> tuple[int, int, int]:
     return numbers[0], numbers[1], numbers[2]
 
 
+def check_device(wanted: str) -> None:
+    """See that DeepSpeed runs on ``wanted`` ("cpu" or "cuda") here; before the ranks wait for each other.
+
+    It falls back to the CPU without an error. Raises EnvironmentNotReady naming both devices.
+    """
+    with hold_deepspeeds_prints():
+        from deepspeed.accelerator import get_accelerator
+
+        found = get_accelerator().device_name()
+    if found == wanted:
+        return
+    facts = (
+        f"torch {torch.__version__} {'with' if torch.version.cuda or torch.version.hip else 'without'} CUDA, "
+        f"{torch.cuda.device_count()} GPUs seen, DS_ACCELERATOR {os.environ.get('DS_ACCELERATOR', 'not set')}"
+    )
+    hint = "set DS_ACCELERATOR=cpu, as dslaunch launch does"
+    if wanted == "cuda":
+        hint = "install torch with CUDA, see that nvidia-smi works on this host, and unset DS_ACCELERATOR"
+    raise EnvironmentNotReady(
+        f"the plan is for device {wanted}, but DeepSpeed would run on {found} here ({facts})", hint=hint
+    )
+
+
 def init_world(*, timeout_s: float = 1800.0) -> World:
     """Join the process group (gloo on a CPU, NCCL on GPUs). Safe to call again.
 
@@ -62,14 +85,14 @@ def init_world(*, timeout_s: float = 1800.0) -> World:
     """
     rank, world_size, local_rank = read_rank_environment()
     tell_deepspeed_the_local_size()
-    from dslaunch.train.jit_ops import prepare_ops
+    from dslaunch.train.jit_ops import prepare_communication
 
     with hold_deepspeeds_prints():
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
         if not torch.distributed.is_initialized():
-            prepare_ops()
+            prepare_communication()
             try:
                 deepspeed.init_distributed(
                     auto_mpi_discovery=False, timeout=datetime.timedelta(seconds=timeout_s), verbose=False
@@ -77,7 +100,7 @@ def init_world(*, timeout_s: float = 1800.0) -> World:
             except RuntimeError as error:  # DistNetworkError, DistStoreError and their kin
                 address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 raise EnvironmentNotReady(
-                    f"rank {rank} could not join {world_size} ranks at {address}: {first_line(error)}",
+                    f"rank {rank} could not join {world_size} ranks at {address}: {one_line(error)}",
                     hint="see that every rank started and that the address is reachable from all hosts",
                 ) from error
     accelerator = get_accelerator()
@@ -136,7 +159,7 @@ def barrier(what: str, *, timeout_s: float = 1800.0) -> None:
         )
     except RuntimeError as error:
         raise LaunchFailed(
-            f"not every rank reached {what} within {timeout_s:g} s: {first_line(error)}",
+            f"not every rank reached {what} within {timeout_s:g} s: {one_line(error)}",
             exit_code=EXIT_HOST_LOST,
             hint="see the logs of the missing ranks",
         ) from error
@@ -149,12 +172,6 @@ def all_reduce_sum(values: Sequence[float], device: torch.device) -> list[float]
     return [float(value) for value in vector.tolist()]
 
 
-def all_agree(verdict: bool, device: torch.device) -> bool:
-    """True on every rank if ``verdict`` is True on all of them, else False on every rank."""
-    failures = all_reduce_sum([0.0 if verdict else 1.0], device)
-    return failures[0] == 0.0
-
-
 def gather_objects(value: Any) -> list[Any]:
     """``value`` of every rank, in rank order, on every rank. For small Python objects."""
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
@@ -163,12 +180,6 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def shutdown() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one. Only where all is well: NCCL waits here for every rank."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -16,7 +16,10 @@ from dslaunch.train.objectives.sft import SftObjective
 
 
 class EvalResult(NamedTuple):
-    """``loss``: mean over all ``num_tokens`` supervised tokens. ``perplexity``: its exponential."""
+    """``loss``: mean over all ``num_tokens`` supervised tokens, nan where there are none.
+
+    ``perplexity``: its exponential.
+    """
 
     loss: float
     num_tokens: int
@@ -31,20 +34,28 @@ def run_evaluation(
     Random state and train mode are left as they were, so that evaluating more
     or less often does not change the training.
     """
-    total = torch.zeros((), dtype=torch.float64)
-    count = torch.zeros((), dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    count = torch.zeros((), dtype=torch.int64, device=device)
     engine.eval()
     try:
         with torch.no_grad():
             for batch in batches:
                 loss = objective.token_loss(batch)
-                total += loss.sum.double().cpu()
-                count += loss.count.cpu()
+                total += loss.sum.double()  # stays on the device: nothing is waited for between batches
+                count += loss.count
     finally:
         engine.train()
     loss_sum, num_tokens = all_reduce_sum([float(total), float(count)], device)
     mean = loss_sum / num_tokens if num_tokens else math.nan
-    return EvalResult(mean, int(num_tokens), math.exp(mean) if mean < 700 else math.inf)
+    return EvalResult(mean, int(num_tokens), perplexity(mean))
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a loss in nats; inf where that is too large for a float, nan for nan."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def eval_batches(

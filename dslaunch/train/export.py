@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
-from dslaunch.core.plan import AdapterPlan, ModelPlan, from_json
+from dslaunch.core.plan import AdapterPlan, ModelPlan
 from dslaunch.train.adapters import lora_config
+from dslaunch.train.checkpoint.record import read_record
 from dslaunch.train.model import DTYPES, load_base_model, load_tokenizer, model_source
 from dslaunch.train.publish import new_directory
 from dslaunch.train.weights import TrainedWeights, check_tensors, find_checkpoint, load_trained_weights
@@ -44,6 +45,20 @@ class ExportReport:
     max_logit_drift: float | None = None
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """A checkpoint's weights, and what they belong to. ``dtype``: that of the run."""
+
+    weights: TrainedWeights
+    model: ModelPlan
+    adapter: AdapterPlan | None
+    dtype: torch.dtype
+
+    @property
+    def where(self) -> str:
+        return str(self.weights.checkpoint)
+
+
 def export_checkpoint(
     source: Path, output: Path, *, merge: bool = False, force: bool = False
 ) -> ExportReport:
@@ -58,9 +73,8 @@ def export_checkpoint(
     """
     checkpoint = find_checkpoint(source)
     _check_output(output, force)
-    weights = load_trained_weights(checkpoint)
-    model_plan, adapter, dtype = _read_extra(weights)
-    if merge and adapter is None:
+    trained = _read_trained(checkpoint)
+    if merge and trained.adapter is None:
         raise ConfigError(
             "--merge folds an adapter into its base model, and this run trained the whole model",
             hint="leave --merge out",
@@ -68,59 +82,72 @@ def export_checkpoint(
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_directory(output) as scratch:
-            if adapter is None:
-                written, drift = _write_full_model(weights, model_plan, dtype, scratch), None
-            elif merge:
-                written, drift = _write_merged_model(weights, model_plan, adapter, dtype, scratch)
-            else:
-                written, drift = _write_adapter(weights, model_plan, adapter, scratch), None
-            load_tokenizer(model_plan, dtype).save_pretrained(scratch)
-            _check_written(scratch, written)
+            drift = _write_weights(trained, scratch, merge=merge)
+            load_tokenizer(trained.model, trained.dtype).save_pretrained(scratch)
+            shapes = _written_shapes(scratch)
     except OSError as error:
         raise EnvironmentNotReady(f"cannot write {output}: {error.strerror or error}") from error
-    is_adapter = adapter is not None and not merge
+    is_adapter = trained.adapter is not None and not merge
     return ExportReport(
         kind="adapter" if is_adapter else "model",
-        checkpoint=str(checkpoint),
+        checkpoint=trained.where,
         output=str(output),
-        step=weights.manifest.step,
-        dtype="float32" if is_adapter else str(dtype).removeprefix("torch."),
-        num_tensors=len(written),
-        num_parameters=sum(math.prod(shape) for shape in written.values()),
-        base_model=model_plan.path,
+        step=trained.weights.manifest.step,
+        dtype="float32" if is_adapter else str(trained.dtype).removeprefix("torch."),
+        num_tensors=len(shapes),
+        num_parameters=_count_elements(shapes),
+        base_model=trained.model.path,
         max_logit_drift=drift,
     )
 
 
-Shapes = Mapping[str, tuple[int, ...]]
+def _read_trained(checkpoint: Path) -> _Trained:
+    weights = load_trained_weights(checkpoint)
+    record = read_record(weights.manifest.extra, f"{checkpoint}/manifest.json extra")
+    return _Trained(weights, record.model, record.adapter, DTYPES[record.precision])
 
 
-def _write_adapter(weights: TrainedWeights, plan: ModelPlan, adapter: AdapterPlan, out: Path) -> Shapes:
+def _write_weights(trained: _Trained, out: Path, *, merge: bool) -> float | None:
+    """Weights and config; the logit drift where there is something to compare."""
+    if trained.adapter is None:
+        _write_full_model(trained, out)
+        return None
+    if merge:
+        return _write_merged_model(trained, trained.adapter, out)
+    _write_adapter(trained, trained.adapter, out)
+    return None
+
+
+def _write_adapter(trained: _Trained, adapter: AdapterPlan, out: Path) -> None:
     """adapter_model.safetensors and adapter_config.json, without reading the base model's weights."""
     from peft import get_peft_model_state_dict
 
-    wrapped = _wrap(_skeleton(plan), adapter)
-    check_tensors(weights.tensors, _trainable_shapes(wrapped), str(weights.checkpoint))
+    tensors = dict(trained.weights.tensors)
+    wrapped = _wrap(_skeleton(trained), adapter)
+    check_tensors(tensors, _trainable_shapes(wrapped), trained.where)
     config = wrapped.peft_config["default"]
-    config.base_model_name_or_path = plan.path
-    config.revision = plan.revision
-    wrapped.save_pretrained(out, state_dict=dict(weights.tensors), save_embedding_layers=False)
+    config.base_model_name_or_path = trained.model.path
+    config.revision = trained.model.revision
+    wrapped.save_pretrained(out, state_dict=tensors, save_embedding_layers=False)
     # peft writes a model card with nothing in it.
     (out / "README.md").unlink(missing_ok=True)
     # The names in the file are peft's own; none may have got lost on the way to them.
-    named = get_peft_model_state_dict(wrapped, state_dict=dict(weights.tensors), save_embedding_layers=False)
-    assert len(named) == len(weights.tensors)
-    return {name: tuple(tensor.shape) for name, tensor in named.items()}
+    named = get_peft_model_state_dict(wrapped, state_dict=tensors, save_embedding_layers=False)
+    assert len(named) == len(tensors)
+    if _written_shapes(out) != {name: tuple(tensor.shape) for name, tensor in named.items()}:
+        raise ConfigError("the written adapter is not what was trained: names or shapes differ")
 
 
-def _write_merged_model(
-    weights: TrainedWeights, plan: ModelPlan, adapter: AdapterPlan, dtype: torch.dtype, out: Path
-) -> tuple[Shapes, float]:
-    """Fold the adapter into the base in fp32, compare the two, then round once to ``dtype``."""
-    base = load_base_model(plan, torch.float32)
+def _write_merged_model(trained: _Trained, adapter: AdapterPlan, out: Path) -> float:
+    """Fold the adapter into the base, compare the two, then round once to the run's dtype.
+
+    The base is read as the run read it and computed with in fp32: what is
+    merged is the model that was trained. Returns the largest logit difference.
+    """
+    base = load_base_model(trained.model, trained.dtype).float()
     wrapped = _wrap(base, adapter).eval()
-    check_tensors(weights.tensors, _trainable_shapes(wrapped), str(weights.checkpoint))
-    wrapped.load_state_dict(dict(weights.tensors), strict=False)  # the rest is the base, already there
+    check_tensors(trained.weights.tensors, _trainable_shapes(wrapped), trained.where)
+    wrapped.load_state_dict(dict(trained.weights.tensors), strict=False)  # the rest is in the base
     before = _probe_logits(wrapped)
     merged = wrapped.merge_and_unload(safe_merge=True)  # raises on nan
     drift = float((_probe_logits(merged) - before).abs().max())
@@ -131,40 +158,54 @@ def _write_merged_model(
             hint="export without --merge, and report this",
         )
     _untie_if_different(merged)
-    return _save_model(merged.to(dtype), plan, dtype, out), drift
+    _save_model(merged.to(trained.dtype), trained, out)
+    return drift
 
 
-def _write_full_model(weights: TrainedWeights, plan: ModelPlan, dtype: torch.dtype, out: Path) -> Shapes:
-    model = _skeleton(plan)
-    tensors = {name: tensor.to(dtype) for name, tensor in weights.tensors.items()}
-    check_tensors(tensors, _trainable_shapes(model), str(weights.checkpoint))
-    buffers = {name for name, _ in model.named_buffers()}
-    missing, _ = model.load_state_dict(tensors, strict=False, assign=True)
+def _write_full_model(trained: _Trained, out: Path) -> None:
+    model = _skeleton(trained)
+    tensors = {name: tensor.to(trained.dtype) for name, tensor in trained.weights.tensors.items()}
+    check_tensors(tensors, _trainable_shapes(model), trained.where)
+    if buffers := saved_buffers(model):
+        # Such as the expert biases of DeepSeek-V3: no gradient trains them, so they are the base's.
+        base = load_base_model(trained.model, trained.dtype).state_dict()
+        tensors |= {name: base[name] for name in buffers}
+    model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
-    left = [name for name in missing if name not in buffers and _is_meta(model, name)]
+    left = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if left:
-        raise ConfigError(f"{weights.checkpoint}: {left[0]} is not in the checkpoint ({len(left)} missing)")
-    return _save_model(model, plan, dtype, out)
+        raise ConfigError(f"{trained.where}: {left[0]} is not in the checkpoint ({len(left)} missing)")
+    _save_model(model, trained, out)
 
 
-def _save_model(model: Any, plan: ModelPlan, dtype: torch.dtype, out: Path) -> Shapes:
-    model.config.dtype = dtype
+def saved_buffers(model: Any) -> list[str]:
+    """The buffers that belong to the weights; rotary tables and the like are made anew on loading."""
+    state = model.state_dict().keys()
+    return [name for name, _ in model.named_buffers() if name in state]
+
+
+def _save_model(model: Any, trained: _Trained, out: Path) -> None:
+    model.config.dtype = trained.dtype
     model.config.use_cache = True
-    model.generation_config = _generation_config(model, plan)
+    model.generation_config = _generation_config(model, trained)
     model.save_pretrained(out)
-    shared: dict[tuple[int, tuple[int, ...]], str] = {}
-    for name, tensor in model.state_dict().items():
-        shared.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)  # a tied weight is saved once
-    return {name: shape for (_, shape), name in shared.items()}
+    # Names in the file may be others (transformers 5 fuses experts when it loads and parts them
+    # when it saves), but every number must be there, and a tied weight only once.
+    one_each = {id(tensor): tensor.numel() for tensor in model.parameters()}
+    buffers = model.state_dict()
+    expected = sum(one_each.values()) + sum(buffers[name].numel() for name in saved_buffers(model))
+    found = _count_elements(_written_shapes(out))
+    if found != expected:
+        raise ConfigError(f"the written model has {found:,} numbers, and {expected:,} were trained")
 
 
-def _skeleton(plan: ModelPlan) -> Any:
+def _skeleton(trained: _Trained) -> Any:
     """The base model without its weights, on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    source = model_source(plan, torch.float32)
+    plan = trained.model
     config = AutoConfig.from_pretrained(
-        source, revision=plan.revision, trust_remote_code=plan.trust_remote_code
+        model_source(plan, trained.dtype), revision=plan.revision, trust_remote_code=plan.trust_remote_code
     )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=plan.trust_remote_code)
@@ -178,11 +219,6 @@ def _wrap(model: Any, adapter: AdapterPlan) -> Any:
 
 def _trainable_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _is_meta(model: Any, name: str) -> bool:
-    owner, _, leaf = name.rpartition(".")
-    return bool(getattr(model.get_submodule(owner), leaf).is_meta)
 
 
 def _untie_if_different(model: Any) -> None:
@@ -203,25 +239,15 @@ def _probe_logits(model: Any) -> torch.Tensor:
     return logits.float()
 
 
-def _generation_config(model: Any, plan: ModelPlan) -> Any:
+def _generation_config(model: Any, trained: _Trained) -> Any:
     """The base's own generation settings, where it ships any."""
     from transformers import GenerationConfig
 
     try:
-        source = model_source(plan, torch.float32)
-        return GenerationConfig.from_pretrained(source, revision=plan.revision)
+        source = model_source(trained.model, trained.dtype)
+        return GenerationConfig.from_pretrained(source, revision=trained.model.revision)
     except OSError:  # it ships none: what its config implies
         return GenerationConfig.from_model_config(copy.deepcopy(model.config))
-
-
-def _read_extra(weights: TrainedWeights) -> tuple[ModelPlan, AdapterPlan | None, torch.dtype]:
-    extra = weights.manifest.extra
-    where = f"{weights.checkpoint}/manifest.json extra"
-    if "model" not in extra or "adapter" not in extra:
-        raise ConfigError(f"{where} does not say which model was trained")
-    model = from_json(ModelPlan, extra["model"], f"{where}.model")
-    adapter = from_json(AdapterPlan, extra["adapter"], f"{where}.adapter") if extra["adapter"] else None
-    return model, adapter, DTYPES[weights.manifest.precision]
 
 
 def _check_output(output: Path, force: bool) -> None:
@@ -242,8 +268,8 @@ def _looks_exported(output: Path) -> bool:
     return any((output / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
-def _check_written(directory: Path, expected: Shapes) -> None:
-    """Read the headers back: every tensor is there with its shape, whatever the saving library reported."""
+def _written_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in the files, whatever the saving library reported."""
     from safetensors import safe_open
 
     found: dict[str, tuple[int, ...]] = {}
@@ -251,6 +277,8 @@ def _check_written(directory: Path, expected: Shapes) -> None:
         with safe_open(os.fspath(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 found[name] = tuple(tensors.get_slice(name).get_shape())
-    if found != dict(expected):
-        wrong = sorted(set(found.items()) ^ set(dict(expected).items()))
-        raise ConfigError(f"the written model is not what was trained: {wrong[0][0]} differs")
+    return found
+
+
+def _count_elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())

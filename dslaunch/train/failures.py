@@ -17,6 +17,7 @@ from dslaunch.core.errors import (
     DslaunchError,
     EnvironmentNotReady,
     LaunchFailed,
+    one_line,
 )
 from dslaunch.core.events import JsonlWriter, utc_now
 from dslaunch.core.run_dir import RunDir
@@ -29,15 +30,21 @@ _PEER_LOST = (
     "broken pipe",
     "timed out waiting",
     "nccl communicator was aborted",
+    # torch/csrc/distributed/c10d/NCCLUtils.hpp. A system error is mostly a socket whose other end died.
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "remote process exited",
+    "closed by remote peer",
 )
+# DeepSpeed's op_builder/builder.py; bare Exceptions, known by name so that it need not be imported here.
+_NO_CUDA_TOOLKIT = ("MissingCUDAException", "CUDAMismatchException")
 
 
 def explain(error: Exception) -> DslaunchError:
     """The error as a sentence for the user. What we do not know is our bug (70)."""
     if isinstance(error, DslaunchError):
         return error
-    text = " ".join(str(error).split())
-    lower = text.lower()
+    lower = " ".join(str(error).split()).lower()
     if "loss scale already at minimum" in lower:
         return Diverged(
             "the gradients overflow even at the minimum loss scale: training has diverged",
@@ -45,9 +52,14 @@ def explain(error: Exception) -> DslaunchError:
         )
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in lower:
         return EnvironmentNotReady(
-            f"out of memory: {text[:200]}",
+            f"out of memory: {one_line(error, 200)}",
             hint="lower train_micro_batch_size_per_gpu, set model.gradient_checkpointing: true, "
             "or raise zero_optimization.stage",
+        )
+    if type(error).__name__ in _NO_CUDA_TOOLKIT:
+        return EnvironmentNotReady(
+            f"DeepSpeed cannot compile an op: {one_line(error)}",
+            hint="install the CUDA toolkit of torch's CUDA version, or turn off what needs the op",
         )
     if isinstance(error, RuntimeError) and any(sign in lower for sign in _PEER_LOST):
         return LaunchFailed(
@@ -59,7 +71,7 @@ def explain(error: Exception) -> DslaunchError:
         where = f" ({error.filename})" if error.filename else ""
         return EnvironmentNotReady(f"cannot write the run's files: {error.strerror}{where}")
     return DslaunchError(
-        f"internal error: {type(error).__name__}: {text[:500]}",
+        f"internal error: {type(error).__name__}: {one_line(error, 500)}",
         hint="this is our bug; the traceback is in logs/ of the run directory",
     )
 

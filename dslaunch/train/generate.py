@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import torch
 
-from dslaunch.core.errors import ConfigError
+from dslaunch.core.errors import ConfigError, one_line
+from dslaunch.core.model_path import model_kind
 from dslaunch.core.plan import ModelPlan
-from dslaunch.train.model import check_vocabulary, load_base_model, load_tokenizer, model_kind
+from dslaunch.train.model import check_vocabulary, load_base_model, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def _read_adapter_config(directory: Path) -> dict[str, Any]:
 
 def _base_plan(adapter: dict[str, Any], trust_remote_code: bool) -> ModelPlan:
     path = adapter["base_model_name_or_path"]
-    kind = cast(Any, model_kind(path))
+    kind = model_kind(path)
     if Path(path).is_absolute() and not Path(path).exists():
         raise ConfigError(
             f"the adapter's base model {path} is not there",
@@ -184,5 +185,6 @@ def _with_adapter(model: Any, directory: Path, dtype: torch.dtype) -> Any:
     try:
         return PeftModel.from_pretrained(model, str(directory)).to(dtype)
     except (RuntimeError, ValueError) as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(f"the adapter in {directory} does not fit its base model: {text[:300]}") from error
+        raise ConfigError(
+            f"the adapter in {directory} does not fit its base model: {one_line(error)}"
+        ) from error

@@ -9,21 +9,21 @@ everything else reads that.
 from __future__ import annotations
 
 import copy
-import fcntl
 import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady, one_line
+from dslaunch.core.file_lock import exclusive
+from dslaunch.train.file_hash import hash_file
 from dslaunch.train.publish import new_directory
+from dslaunch.train.waiting import waiting_for
 
 _COMPLETE = "dslaunch-source.json"  # written last: a directory without it is not used
 
@@ -39,12 +39,13 @@ def convert_gguf(path: Path, dtype: torch.dtype, models_dir: Path) -> Path:
     """
     if not path.is_file():
         raise ConfigError(f"no model file {path}")
-    target = models_dir / f"{path.stem}-{_key(path, dtype)}"
-    if (target / _COMPLETE).exists():
-        return target
     try:
+        target = models_dir / f"{path.stem}-{_key(path, dtype, models_dir)}"
+        if (target / _COMPLETE).exists():
+            return target
         models_dir.mkdir(parents=True, exist_ok=True)
-        with _exclusive(models_dir / f".{target.name}.lock"):
+        lock = models_dir / f".{target.name}.lock"
+        with exclusive(lock, on_wait=waiting_for(f"converting {path.name}")):
             if not (target / _COMPLETE).exists():
                 _convert_into(path, dtype, target)
     except OSError as error:
@@ -55,29 +56,17 @@ def convert_gguf(path: Path, dtype: torch.dtype, models_dir: Path) -> Path:
     return target
 
 
-def _key(path: Path, dtype: torch.dtype) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    parts = [str(dtype), *(f"{name} {version(name)}" for name in ("transformers", "gguf", "torch"))]
-    digest.update("\n".join(parts).encode())
-    return digest.hexdigest()[:16]
-
-
-@contextmanager
-def _exclusive(lock: Path) -> Iterator[None]:
-    # flock is let go by the kernel when its holder dies, so a killed converter blocks nobody.
-    with lock.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+def _key(path: Path, dtype: torch.dtype, models_dir: Path) -> str:
+    content = hash_file(path, models_dir / "hashes")  # remembered: each rank asks several times
+    readers = (f"{name} {version(name)}" for name in ("transformers", "gguf", "torch"))
+    return hashlib.sha256("\n".join([content, str(dtype), *readers]).encode()).hexdigest()[:16]
 
 
 def _convert_into(path: Path, dtype: torch.dtype, target: Path) -> None:
     print(f"converting {path.name} to safetensors ({dtype}), once", file=sys.stderr, flush=True)
     model, tokenizer = _read_gguf(path, dtype)
     _check_room(model, target.parent)
-    with new_directory(target) as scratch:
+    with new_directory(target, locked=True) as scratch:
         save_whole(_unquantized(model), scratch)
         tokenizer.save_pretrained(scratch)
         (scratch / _COMPLETE).write_text(json.dumps({"source": str(path)}) + "\n", encoding="utf-8")
@@ -107,7 +96,7 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         ) from error
     except Exception as error:  # the readers raise whatever they trip over in a broken file
         raise ConfigError(
-            f"{path} cannot be read as a language model: {type(error).__name__}: {error}",
+            f"{path} cannot be read as a language model: {type(error).__name__}: {one_line(error)}",
             hint="the file may be cut short, or of an architecture that transformers does not know",
         ) from error
     return model, tokenizer

@@ -1,62 +1,105 @@
-"""Builds the C++ op that DeepSpeed needs on a CPU before any rank waits for another.
+"""Builds the compiled ops that DeepSpeed needs before any rank waits for another.
 
-Left alone, ``deepspeed.init_distributed`` compiles it on first use with one rank
-working and the others waiting in silence, and a ``lock`` file that an interrupted
-build left behind makes every later run wait for ever. Here the ranks of a machine
-take turns under a lock that the kernel releases when its holder dies.
+Left alone, DeepSpeed compiles an op on first use with one rank working and the others
+waiting in silence, and a ``lock`` file that an interrupted build left behind makes
+every later run wait for ever. Here the ranks of a machine take turns under a lock that
+the kernel releases when its holder dies.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dslaunch.core.errors import EnvironmentNotReady
+from dslaunch.core import file_lock
+from dslaunch.core.errors import EnvironmentNotReady, one_line
 
-OP_NAME = "deepspeed_shm_comm"
-SAY_AFTER_S = 5.0
-POLL_S = 0.1
+COMMUNICATION_OP = "ShareMemCommBuilder"
+BUILD_TIMEOUT_S = 900.0
 
 
-def prepare_ops(*, timeout_s: float = 900.0) -> None:
-    """Build (first time) and load ``deepspeed_shm_comm`` on a CPU; nothing on other devices.
+def prepare_communication(*, timeout_s: float = BUILD_TIMEOUT_S) -> None:
+    """Build (first time) and load the op that joins the ranks of a CPU; nothing on other devices.
+
+    Raises EnvironmentNotReady as :func:`prepare_op`.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        return
+    builder = get_accelerator().create_op_builder(COMMUNICATION_OP)
+    # As deepspeed/comm/torch.py: where the op does not fit this CPU, it does without.
+    if builder is not None and deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
+        prepare_op(COMMUNICATION_OP, hint="install g++ and the Python headers", timeout_s=timeout_s)
+
+
+def prepare_optimizer(config: Mapping[str, Any], *, timeout_s: float = BUILD_TIMEOUT_S) -> None:
+    """Build (first time) and load the ops of the optimizer that a DeepSpeed ``config`` names.
+
+    Raises EnvironmentNotReady as :func:`prepare_op`.
+    """
+    for op in optimizer_ops(config):
+        hint = "install the CUDA toolkit of torch's CUDA version and a C++ compiler"
+        if "Adam" in op:
+            hint += ", or set optimizer.params.torch_adam: true"
+        prepare_op(op, hint=hint, timeout_s=timeout_s)
+
+
+def optimizer_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The builder classes of the ops that the config's optimizer compiles; empty for torch's own.
+
+    Source: runtime/engine.py ``_configure_basic_optimizer`` and
+    ``get_optimizer_configuration``, runtime/swap_tensor/ for NVMe (DeepSpeed 0.19.8).
+    """
+    block = config.get("optimizer") or {}
+    zero = config.get("zero_optimization") or {}
+    kind = str(block.get("type") or "").lower()
+    offload = str((zero.get("offload_optimizer") or {}).get("device") or "none")
+    offloaded = offload in ("cpu", "nvme")
+    ops = []
+    if kind in ("adam", "adamw") and not (block.get("params") or {}).get("torch_adam"):
+        ops.append("CPUAdamBuilder" if offloaded else "FusedAdamBuilder")
+    elif kind == "lion":
+        ops.append("CPULionBuilder" if offloaded else "FusedLionBuilder")
+    elif kind == "adagrad" and offloaded:
+        ops.append("CPUAdagradBuilder")
+    elif kind == "lamb":
+        ops.append("FusedLambBuilder")
+    if kind and offload == "nvme":
+        ops.append("AsyncIOBuilder")
+    return tuple(ops)
+
+
+def prepare_op(builder_name: str, *, hint: str, timeout_s: float = BUILD_TIMEOUT_S) -> None:
+    """Build (first time) and load one of DeepSpeed's ops, one rank of this machine after the other.
 
     Waits for the rank or run that is building it, with a message on stderr after 5 s.
-    Raises EnvironmentNotReady where ninja or a C++ compiler is missing, the build
-    fails, or another process still holds the lock after ``timeout_s``.
+    Raises EnvironmentNotReady (``hint``) where the build fails, whatever DeepSpeed or torch
+    raise for it; where ninja or a C++ compiler is missing; where the build directory cannot
+    be written; or where another process still holds the lock after ``timeout_s``.
     """
-    builder = _builder()
-    if builder is None:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import installed_ops
+
+    builder = get_accelerator().create_op_builder(builder_name)
+    name = str(getattr(builder, "NAME", builder_name))
+    if installed_ops.get(name, False):  # compiled when DeepSpeed was installed
+        _load(builder, name, hint)
         return
     put_interpreter_bin_on_path()
     check_build_tools()
     folder = extensions_root()
-    with exclusive_lock(folder / f".dslaunch-{OP_NAME}.flock", timeout_s=timeout_s):
-        wait_for_torch_lock(folder / OP_NAME / "lock", timeout_s=timeout_s)
-        _load(builder, folder)
-
-
-def _builder() -> Any:
-    """DeepSpeed's builder of the op, or None where it would not use it or has it installed."""
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        return None
-    builder = accelerator.create_op_builder("ShareMemCommBuilder")
-    if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
-        return None
-    from deepspeed.git_version_info import installed_ops
-
-    return None if installed_ops.get(builder.NAME, False) else builder
+    with _build_turn(folder / f".dslaunch-{name}.flock", timeout_s=timeout_s):
+        wait_for_torch_lock(folder / name / "lock", timeout_s=timeout_s)
+        if not (folder / name / f"{name}.so").exists():
+            print(f"building {name} in {folder} (once, about a minute)", file=sys.stderr)
+        _load(builder, name, f"{hint}; or remove {folder / name} and try again")
 
 
 def put_interpreter_bin_on_path() -> None:
@@ -73,12 +116,11 @@ def check_build_tools() -> None:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which("ninja") is None:
         raise EnvironmentNotReady(
-            "ninja is not on PATH; DeepSpeed compiles its CPU communication op with it",
-            hint="pip install ninja",
+            "ninja is not on PATH; DeepSpeed compiles its ops with it", hint="pip install ninja"
         )
     if shutil.which(compiler.split()[0] if compiler.split() else "c++") is None:
         raise EnvironmentNotReady(
-            f"no C++ compiler ({compiler!r} is not on PATH); DeepSpeed compiles its CPU communication op",
+            f"no C++ compiler ({compiler!r} is not on PATH); DeepSpeed compiles its ops with it",
             hint="install g++ (Debian: apt-get install g++), or set CXX to your compiler",
         )
 
@@ -94,44 +136,31 @@ def extensions_root() -> Path:
     else:
         from torch.utils.cpp_extension import _get_build_directory
 
-        # torch adds the Python version and the device by itself; ask it, for the op's own folder.
-        folder = Path(_get_build_directory(OP_NAME, verbose=False)).parent
+        # torch adds the Python version and the device by itself; ask it, for the folder of some op.
+        folder = Path(_get_build_directory("deepspeed", verbose=False)).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise EnvironmentNotReady(
-            f"cannot write {folder}, where DeepSpeed's C++ op is built: {error.strerror}",
-            hint="set TORCH_EXTENSIONS_DIR to a directory you can write",
-        ) from error
+        raise _unwritable(folder, error) from error
     return folder
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
-    """Hold ``path`` under flock. The kernel drops it when the holder dies, however it dies.
-
-    Raises EnvironmentNotReady where it cannot be made or is not had within ``timeout_s``.
-    """
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise EnvironmentNotReady(
-            f"cannot write {path}: {error.strerror}",
-            hint="set TORCH_EXTENSIONS_DIR to a directory you can write",
-        ) from error
-
-    def free() -> bool:
+def _build_turn(path: Path, *, timeout_s: float) -> Iterator[None]:
+    """Hold the lock of one op's build."""
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    try:
-        wait_until(free, f"another process that builds {OP_NAME} (it holds {path})", timeout_s=timeout_s)
+            held.enter_context(file_lock.exclusive(path, timeout_s=timeout_s))
+        except OSError as error:
+            raise _unwritable(path, error) from error
         yield
-    finally:
-        os.close(fd)  # releases the lock
+
+
+def _unwritable(path: Path, error: OSError) -> EnvironmentNotReady:
+    return EnvironmentNotReady(
+        f"cannot write {path}, where DeepSpeed's ops are built: {error.strerror}",
+        hint="set TORCH_EXTENSIONS_DIR to a directory of a local disk that you can write",
+    )
 
 
 def wait_for_torch_lock(path: Path, *, timeout_s: float) -> None:
@@ -139,17 +168,24 @@ def wait_for_torch_lock(path: Path, *, timeout_s: float) -> None:
 
     torch keeps the file open while it builds (torch/utils/file_baton.py), so a holder
     on this machine is found in /proc. Without one the file was left by a build that
-    was killed, and torch would wait for it for ever.
+    was killed, and torch would wait for it for ever. Raises EnvironmentNotReady where
+    a live one still builds after ``timeout_s``.
     """
     if not path.exists():
         return
     holder = process_with_open(path)
     if holder is not None:
-        wait_until(
+        what = f"process {holder}, which builds {path.parent.name}"
+        gone = file_lock.poll(
             lambda: not path.exists() or process_with_open(path) is None,
-            f"process {holder}, which builds {OP_NAME}",
             timeout_s=timeout_s,
+            on_wait=lambda waited_s: print(f"waiting for {what} ({waited_s:.0f} s)", file=sys.stderr),
         )
+        if not gone:
+            raise EnvironmentNotReady(
+                f"waited {timeout_s:g} s for {what}",
+                hint="see whether that process is still at work; a private TORCH_EXTENSIONS_DIR avoids it",
+            )
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
         print(f"note: removed {path}, left behind by a build that was killed", file=sys.stderr)
@@ -171,38 +207,17 @@ def process_with_open(path: Path) -> int | None:
     return None
 
 
-def wait_until(done: Callable[[], bool], what: str, *, timeout_s: float) -> None:
-    """Poll ``done``; says on stderr what is waited for after 5 s. Raises EnvironmentNotReady in the end."""
-    start = time.monotonic()
-    said = False
-    while not done():
-        waited = time.monotonic() - start
-        if waited > timeout_s:
-            raise EnvironmentNotReady(
-                f"waited {timeout_s:g} s for {what}",
-                hint="see whether that process is still at work; a private TORCH_EXTENSIONS_DIR avoids it",
-            )
-        if waited > SAY_AFTER_S and not said:
-            print(f"waiting for {what}", file=sys.stderr)
-            said = True
-        time.sleep(POLL_S)
-
-
-def _load(builder: Any, folder: Path) -> None:
-    if not (folder / OP_NAME / f"{OP_NAME}.so").exists():
-        print(f"building {OP_NAME} in {folder} (once, about a minute)", file=sys.stderr)
+def _load(builder: Any, name: str, hint: str) -> None:
     try:
         builder.load(verbose=False)
-    except (RuntimeError, ImportError, OSError) as error:
+    except Exception as error:  # DeepSpeed's MissingCUDAException and CUDAMismatchException are bare ones
         raise EnvironmentNotReady(
-            f"DeepSpeed's {OP_NAME} op could not be built: {_compiler_message(error)}",
-            hint="see that g++ and the Python headers are installed, "
-            f"or remove {folder / OP_NAME} and try again",
+            f"DeepSpeed's {name} op could not be built: {compiler_message(error)}", hint=hint
         ) from error
 
 
-def _compiler_message(error: BaseException) -> str:
-    """The compiler's first error line, else the first line of the message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def compiler_message(error: BaseException) -> str:
+    """The compiler's first error line, else the whole message on one line."""
+    lines = [line.strip() for line in str(error).splitlines()]
     blame = next((line for line in lines if "error:" in line.lower()), None)
-    return blame or (lines[0] if lines else type(error).__name__)
+    return blame or one_line(error)

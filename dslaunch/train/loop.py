@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from dslaunch.train.adapters import GradientWitness
 from dslaunch.train.checkpoint import save_checkpoint
 from dslaunch.train.corpus import Corpus
 from dslaunch.train.data.sampler import BatchSchedule
-from dslaunch.train.dist import World
+from dslaunch.train.dist import World, all_reduce_sum
 from dslaunch.train.engine import Engine, StepResult
 from dslaunch.train.evaluate import EvalResult, eval_batches, run_evaluation
 from dslaunch.train.objectives.sft import SftObjective
@@ -51,13 +53,26 @@ class _Interval:
 
     results: list[StepResult] = field(default_factory=list)
     num_tokens: int = 0
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=lambda: time.monotonic())
+
+    @property
+    def num_supervised(self) -> int:
+        """Trained tokens of all steps of the interval."""
+        return sum(r.num_tokens or 0 for r in self.results)
 
     @property
     def loss(self) -> float:
         """The mean per supervised token over all steps of the interval."""
-        total = sum(r.num_tokens or 0 for r in self.results)
-        return sum(r.loss * (r.num_tokens or 0) for r in self.results) / total
+        return sum(r.loss * (r.num_tokens or 0) for r in self.results) / self.num_supervised
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens inside, an evaluation or a checkpoint, is not in the interval's time."""
+        if self.results:
+            _ = self.results[-1].loss  # what the device still has to do for the steps is
+        paused = time.monotonic()
+        yield
+        self.started += time.monotonic() - paused
 
 
 def run_training(job: Job, first_step: int) -> int:
@@ -65,7 +80,8 @@ def run_training(job: Job, first_step: int) -> int:
 
     Each step's data and denominator come from the schedule alone, so a resumed
     run continues as if it had never stopped. A stop request of any rank stops
-    all of them after the same step, at a checkpoint.
+    all of them after the same step, at a checkpoint: the step after the one in
+    which it was raised, so that no step has to wait for the others' word.
     """
     total = job.schedule.total_steps
     job.report.event("train_start", step=first_step, total_steps=total, num_units=len(job.train))
@@ -73,23 +89,43 @@ def run_training(job: Job, first_step: int) -> int:
         _evaluate(job, 0)
     witness = GradientWitness(job.engine.module) if job.plan.adapter is not None else None
     interval = _Interval()
+    previous: StepResult | None = None
     for step in range(first_step, total):
         result = _train_step(job, step)
         if witness is not None:
-            witness.check()
+            _check_gradients(job, witness)
             witness = None
         done = step + 1
-        stopping = result.flag and done < total
+        stopping = previous is not None and previous.flag and done < total
+        previous = result
         interval = _report_step(job, interval, step, result, force=stopping or done == total)
-        if _is_due(job.plan.output.eval_steps, done) or done == total:
-            _evaluate(job, done)
-        if _is_due(job.plan.output.save_steps, done) or done == total or stopping:
-            _save(job, done)
+        _evaluate_and_save(job, interval, done, stopping=stopping)
         if stopping:
             return _stopped(job, done, total)
     job.report.event("train_end", step=total)
     job.report.say(f"done: {total} steps, checkpoint step-{total}")
     return EXIT_OK
+
+
+def _evaluate_and_save(job: Job, interval: _Interval, done: int, *, stopping: bool) -> None:
+    """What is due after ``done`` steps."""
+    last = done == job.schedule.total_steps
+    evaluates = _is_due(job.plan.output.eval_steps, done) or last
+    saves = _is_due(job.plan.output.save_steps, done) or last or stopping
+    if not (evaluates or saves):
+        return
+    with interval.pause():
+        if evaluates:
+            _evaluate(job, done)
+        if saves:
+            _save(job, done)
+
+
+def _check_gradients(job: Job, witness: GradientWitness) -> None:
+    warning = witness.check(lambda values: all_reduce_sum(values, job.world.device))
+    if warning is not None:
+        job.report.event("warning", message=warning)
+        job.report.say(f"warning: {warning}")
 
 
 def _train_step(job: Job, step: int) -> StepResult:
@@ -111,9 +147,15 @@ def _report_step(job: Job, interval: _Interval, step: int, result: StepResult, *
     units = job.schedule.window_units(step)
     interval.results.append(result)
     interval.num_tokens += job.train.count_tokens(units)
-    done = step + 1
-    if not (done % job.plan.output.logging_steps == 0 or force):
+    if not (_is_due(job.plan.output.logging_steps, step + 1) or force):
         return interval
+    _report_interval(job, interval, step + 1, data_digest(units))
+    return _Interval()
+
+
+def _report_interval(job: Job, interval: _Interval, done: int, digest: str) -> None:
+    """One line of numbers and one on stdout; losses are the interval's, the rest the last step's."""
+    result = interval.results[-1]
     loss, norm = interval.loss, result.grad_norm  # waits for the device
     seconds = time.monotonic() - interval.started
     speed = interval.num_tokens / max(seconds, 1e-9)
@@ -127,17 +169,16 @@ def _report_step(job: Job, interval: _Interval, step: int, result: StepResult, *
         lr=result.lr,
         loss_scale=result.loss_scale,
         skipped=result.skipped,
-        num_supervised_tokens=sum(r.num_tokens or 0 for r in interval.results),
+        num_supervised_tokens=interval.num_supervised,
         num_tokens=interval.num_tokens,
         tokens_per_s=round(speed, 1),
         seconds=round(seconds, 3),
-        data_digest=data_digest(units),
+        data_digest=digest,
     )
     job.report.say(
         f"step {done}/{job.schedule.total_steps}  loss {loss:.4f}  grad_norm {norm:.4g}  "
         f"lr {result.lr:.3g}  {speed:.0f} tokens/s"
     )
-    return _Interval()
 
 
 def _report_skip(job: Job, step: int, result: StepResult) -> None:

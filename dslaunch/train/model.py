@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady, one_line
 from dslaunch.core.plan import ModelPlan, RunPlan
 from dslaunch.core.run_dir import cache_dir
 from dslaunch.train.adapters import add_adapter
@@ -36,13 +36,6 @@ class LoadedModel:
     trainable: list[torch.nn.Parameter]
     notes: tuple[str, ...]
     keep_alive: tuple[Any, ...] = ()
-
-
-def model_kind(path: str) -> str:
-    """``directory``, ``gguf`` or ``hub`` for what a user names as a model."""
-    if Path(path).is_dir():
-        return "directory"
-    return "gguf" if path.lower().endswith(".gguf") else "hub"
 
 
 def model_source(model: ModelPlan, dtype: torch.dtype) -> str:
@@ -89,8 +82,10 @@ def load_tokenizer(model: ModelPlan, dtype: torch.dtype) -> Any:
 
 
 def load_base_model(model: ModelPlan, dtype: torch.dtype) -> Any:
-    """The pretrained causal language model at ``dtype``, on the CPU, in eval mode.
+    """The pretrained causal language model at ``dtype``, in eval mode.
 
+    Whole and on the CPU; where a ZeRO-3 config is alive, partitioned over the ranks
+    on DeepSpeed's device instead (collective), from the first tensor on.
     Only safetensors are read unless ``allow_pickle``, and no code of the model
     repository runs unless ``trust_remote_code``.
     Raises ConfigError where it cannot be loaded that way.
@@ -178,11 +173,16 @@ def _enable_gradient_checkpointing(model: Any) -> None:
 
 
 def _make_dtype_uniform(model: Any, dtype: torch.dtype) -> None:
-    # DeepSpeed casts the whole module, fp32 buffers such as rotary tables included, as soon as one
-    # parameter differs; and ZeRO-3 cannot gather two dtypes at once.
+    # transformers keeps some parameters in fp32. DeepSpeed 0.19.8 casts parameters, and no buffers, to
+    # the training dtype (engine.py, _cast_module_mixed_precision), but leaves partitioned ones as they
+    # are; every stage shall train the same model. Of a partitioned parameter ``data`` is empty, and this
+    # rank's share of the values is in ``ds_tensor``.
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
+        share = getattr(parameter, "ds_tensor", None)
+        if share is not None and share.is_floating_point() and share.dtype != dtype:
+            share.data = share.data.to(dtype)
 
 
 def _check_nothing_missing(source: str, info: dict[str, Any]) -> None:
@@ -200,12 +200,11 @@ def _check_nothing_missing(source: str, info: dict[str, Any]) -> None:
 def _load_error(
     what: str, source: str, error: Exception, model: ModelPlan
 ) -> ConfigError | EnvironmentNotReady:
-    text = " ".join(str(error).split())
     if isinstance(error, (ConfigError, EnvironmentNotReady)):
         return error
     if isinstance(error, ImportError):
-        return EnvironmentNotReady(f"loading the {what} {source} needs another package: {text[:300]}")
-    if "trust_remote_code" in text:
+        return EnvironmentNotReady(f"loading the {what} {source} needs another package: {one_line(error)}")
+    if "trust_remote_code" in str(error):
         return ConfigError(
             f"the {what} {source} needs Python code from its own repository, which is not run",
             hint="set model.trust_remote_code: true if you have read that code and trust it",
@@ -215,7 +214,7 @@ def _load_error(
             f"{source} holds no safetensors, only pickled weights, which can run code when read",
             hint="convert it to safetensors, or set model.allow_pickle: true if you trust the file",
         )
-    return ConfigError(f"cannot load the {what} {source}: {type(error).__name__}: {text[:400]}")
+    return ConfigError(f"cannot load the {what} {source}: {type(error).__name__}: {one_line(error, 400)}")
 
 
 def _only_pickles(source: str) -> bool:

@@ -12,15 +12,18 @@ from dslaunch.core.atomic import fsync_directory
 
 
 @contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
+def new_directory(target: Path, *, locked: bool = False) -> Iterator[Path]:
     """Yields an empty directory beside ``target``; on success it takes that name.
+
+    ``locked``: the caller holds a lock on ``target``. The directory's name is
+    then always the same, so that what a killed process left of it is removed.
 
     What was written is flushed to disk first, with the permissions of the
     umask (safetensors makes its files 0600). A directory that had the name
     goes only once the new one is complete. On any error nothing has changed.
     """
-    scratch = target.parent / f".{target.name}.new-{os.getpid()}"
-    shutil.rmtree(scratch, ignore_errors=True)  # of a dead process that had our id
+    scratch = target.parent / (f".{target.name}.new" if locked else f".{target.name}.new-{os.getpid()}")
+    shutil.rmtree(scratch, ignore_errors=True)  # of a dead process that had our id, or the lock
     scratch.mkdir()
     try:
         yield scratch
@@ -41,6 +44,7 @@ def _settle(directory: Path) -> None:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+    fsync_directory(directory)
 
 
 def _swap(scratch: Path, target: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,11 +47,7 @@ class Report:
         if self._metrics is None:
             return
         self._metrics.write(kind, step=step, **values)
-        numbers = {
-            f"{kind}/{name}": float(value)
-            for name, value in values.items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        }
+        numbers = {f"{kind}/{name}": float(value) for name, value in values.items() if _is_number(value)}
         for tracker in self._trackers:
             tracker.log(step, numbers)
 
@@ -67,6 +64,11 @@ class Report:
                 writer.close()
         self._metrics = self._events = None
         self._trackers = []
+
+
+def _is_number(value: Any) -> bool:
+    # Trackers draw nan and inf as they please, some refuse the whole line; metrics.jsonl has them.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_trackers(names: tuple[str, ...]) -> None:

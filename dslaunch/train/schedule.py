@@ -33,10 +33,10 @@ def lr_lambda(scheduler: SchedulerPlan, total_steps: int) -> Callable[[int], flo
     """The factor on the learning rate for applied step 0, 1, ... ``total_steps - 1``.
 
     Warm-up of w steps: 1/w, 2/w, ... 1, so the first step is never taken at rate 0.
-    Then ``constant`` stays at 1; ``linear`` and ``cosine`` start at 1 in the last step
-    of the warm-up (step 0 without one) and would be at ``min_lr_ratio`` in step
-    ``total_steps``, one after the last: no step is wasted at rate 0. Past the end the
-    factor stays at ``min_lr_ratio``.
+    Then ``constant`` stays at 1, for ever; ``linear`` and ``cosine`` start at 1 in the last
+    step of the warm-up (step 0 without one) and would be at ``min_lr_ratio`` in step
+    ``total_steps``, one after the last: no step is wasted at rate 0. Past the end they
+    stay there.
 
     Raises ConfigError where ``total_steps`` < 1 or the warm-up is longer than that.
     Source of the shapes: transformers.optimization, with its warm-up moved by one step.

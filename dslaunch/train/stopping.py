@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 ask a run to stop at the next step, at a checkpoint."""
+"""SIGTERM, SIGUSR1 and SIGUSR2 ask a run to stop at the next step, at a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ class StopRequest:
         self.requested = False
 
     def catch_warnings(self) -> None:
-        """From now on SIGUSR1, a scheduler's early warning, is remembered instead of killing us."""
-        signal.signal(signal.SIGUSR1, self._ask)
+        """From now on a scheduler's early warning is remembered instead of killing us.
+
+        Slurm's ``--signal`` is mostly USR1; Grid Engine's ``-notify`` sends USR2 before a kill.
+        """
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, self._ask)
 
     def catch_termination(self) -> None:
         """From now on SIGTERM is a request too: there is a model worth saving.

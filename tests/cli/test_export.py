@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dslaunch.cli.export import _about_base
 from dslaunch.cli.main import main
 
 
@@ -20,3 +21,10 @@ def test_no_checkpoint_is_one_sentence_and_exit_2(tmp_path: Path, capsys: pytest
 def test_output_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "somewhere"]) == 2
     assert "--output" in capsys.readouterr().err
+
+
+def test_an_adapter_on_a_gguf_base_says_how_to_load_it() -> None:
+    text = _about_base("/models/smol.gguf")
+    assert "AutoModelForCausalLM.from_pretrained('/models', gguf_file='smol.gguf')" in text
+    assert "PeftModel.from_pretrained" in text
+    assert "PeftModel" not in _about_base("org/model")

@@ -146,6 +146,32 @@ def test_errors_are_sentences_with_exit_code_2(
     assert "Traceback" not in err
 
 
+def test_paths_are_checked_here_too(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model").mkdir()
+    Path("data.jsonl").write_text("")
+    Path("run.yaml").write_text("model: modell\ndata: {train: ./dta.jsonl}\ntrain_batch_size: 8\n")
+    code, out, err = run(capsys, "run.yaml", "--precision", "fp32")
+    assert (code, out) == (2, "")
+    assert f"run.yaml:1: model.path: there is no modell here, but there is {Path('model').resolve()}" in err
+    assert "run.yaml:2: data.train[0].path: there is no ./dta.jsonl" in err
+    flags = ("--train-batch-size", "8", "--precision", "fp32", "--model")
+    code, _, err = run(capsys, *flags, "./none")
+    assert code == 2
+    assert "--model: model.path: there is no ./none" in err
+    assert config(capsys, *flags, "org/model")["train_batch_size"] == 8
+
+
+def test_a_wrong_hostfile_comes_with_the_other_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("hosts").write_text("a slots=x y\nb\n")
+    Path("run.yaml").write_text(RUN + "zero_optimization: {sub_group_size: 5}\ncluster: {hostfile: hosts}\n")
+    code, _, err = run(capsys, "run.yaml", "--precision", "fp32")
+    assert code == 2
+    assert err.count("Error: ") == 3
+    assert "hosts:1:" in err
+    assert "hosts:2:" in err
+    assert "run.yaml:5: zero_optimization.sub_group_size" in err
+
+
 def test_the_problems_of_flags_and_file_come_together(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text(RUN + "zero_optimization: {stage: 1, sub_group_size: 5}\n")
     code, _, err = run(

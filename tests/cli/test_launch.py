@@ -98,6 +98,56 @@ def test_json_is_one_object_on_stdout(tmp_path: Path) -> None:
     assert "said" in done.stderr
 
 
+def test_a_named_run_directory_is_never_another_one(tmp_path: Path, run_file: Path) -> None:
+    name = "true-20260101T000000Z"  # as a default one would be
+    options = ("--num-gpus-per-node", "1", "--run-dir", name)
+    assert dslaunch(*options, command=("--", "true"), cwd=tmp_path).returncode == 0
+    assert "exists already" in error_of(dslaunch(*options, command=("--", "true"), cwd=tmp_path))
+    named = ("mine.yaml", "--set", "output.run_dir=mine-20260101T000000Z")
+    assert dslaunch(*named, cwd=tmp_path).returncode == 0
+    assert "exists already" in error_of(dslaunch(*named, cwd=tmp_path))
+    assert dslaunch(*named, "--resume", cwd=tmp_path).returncode == 0
+    assert sorted(path.name for path in tmp_path.glob("*Z*")) == ["mine-20260101T000000Z", name]
+
+
+def test_one_slot_that_is_not_the_first(tmp_path: Path, run_file: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=4\n")
+    run_file.write_text(run_file.read_text().replace("num_gpus_per_node: 2, ", ""))
+    options = ("--hostfile", "hosts", "--include", "localhost:2", "--run-dir", "r")
+    done = dslaunch("mine.yaml", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "r" / "hostfile").read_text() == "localhost slots=2,\n"
+
+
+def test_a_plan_for_gpus_does_not_start_without_them(tmp_path: Path, run_file: Path) -> None:
+    options = ("--gpu", "a100", "--set", "precision=bf16", "--run-dir", "r")
+    done = dslaunch("mine.yaml", *options, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    text = error_of(done, 3)
+    assert "nothing was started" in text
+    assert not (tmp_path / "r").exists()
+    assert dslaunch("mine.yaml", *options, "--dry-run", cwd=tmp_path).returncode == 0
+
+
+def test_planning_and_launching_agree_on_what_this_machine_is(tmp_path: Path, run_file: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.2 slots=2\n")
+    run_file.write_text(run_file.read_text().replace(", gpu: cpu", ""))
+    done = dslaunch("mine.yaml", "--hostfile", "hosts", "--run-dir", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "r" / "plan.json").read_text())["launch"]["device_type"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    "argv", [("--version",), ("launch", "--num-gpus-per-node", "1", "--dry-run", "--", "true")]
+)
+def test_a_full_disk_under_stdout_is_no_bug_of_ours(tmp_path: Path, argv: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "dslaunch", *argv],
+            cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (3, "Error: cannot write the output: No space left on device\n")
+
+
 def test_an_existing_run_directory_is_refused(tmp_path: Path) -> None:
     options = ("--num-gpus-per-node", "1", "--run-dir", "r")
     assert dslaunch(*options, command=HELLO, cwd=tmp_path).returncode == 0

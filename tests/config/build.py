@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dslaunch.config.engine_plan import EnginePlan, resolve_engine
 from dslaunch.config.facts import Facts, PathFact, written_paths
 from dslaunch.config.load import LoadedSpec, load_run_file
@@ -13,6 +15,7 @@ from dslaunch.config.report import Report
 from dslaunch.config.resolve import resolve
 from dslaunch.config.spec import RunSpec
 from dslaunch.core.devices import Accelerator, Inventory, lookup_device
+from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.plan import RunPlan
 from dslaunch.core.topology import Host
 
@@ -31,6 +34,21 @@ def load(text: str, *overrides: str) -> LoadedSpec[RunSpec]:
     return load_run_file(Path("run.yaml"), overrides, text=text)
 
 
+def problems(text: str, *overrides: str) -> list[tuple[str, str | None]]:
+    """Message and hint of everything that is wrong with a run file's text."""
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides)
+    assert caught.value.exit_code == 2
+    found = caught.value.problems if isinstance(caught.value, ConfigErrors) else [caught.value]
+    return [(problem.message, problem.hint) for problem in found]
+
+
+def only(text: str, *overrides: str) -> tuple[str, str | None]:
+    """Message and hint, where one thing alone is wrong."""
+    (problem,) = problems(text, *overrides)
+    return problem
+
+
 def facts_of(
     loaded: LoadedSpec[Any],
     *,
@@ -38,10 +56,17 @@ def facts_of(
     hosts: tuple[Host, ...] | None = None,
     paths: dict[str, PathFact] | None = None,
     model_dtype: str | None = None,
+    hostfile_problem: ConfigError | None = None,
 ) -> Facts:
     """Facts in which no path exists but those of ``paths``."""
     missing = {key: PathFact("missing", f"/base/{text}") for key, text in written_paths(loaded.spec)}
-    return Facts(inventory, hosts=hosts, paths={**missing, **(paths or {})}, model_dtype=model_dtype)
+    return Facts(
+        inventory,
+        hosts=hosts,
+        paths={**missing, **(paths or {})},
+        model_dtype=model_dtype,
+        hostfile_problem=hostfile_problem,
+    )
 
 
 def resolved(text: str, *overrides: str, **facts: Any) -> tuple[RunPlan, tuple[str, ...]]:

@@ -9,7 +9,7 @@ import pytest
 
 from dslaunch.config.facts import Facts, looks_like_path, probe_facts
 from dslaunch.config.load import load_flags, load_run_file
-from dslaunch.core.errors import ConfigError, HostfileError
+from dslaunch.core.errors import ConfigErrors, HostfileError
 
 
 def probe(folder: Path, text: str, *overrides: str, cwd: Path | None = None) -> Facts:
@@ -71,17 +71,60 @@ def test_the_hostfile_is_read_once_named(tmp_path: Path) -> None:
 
 def test_a_missing_hostfile_is_an_error_never_a_local_run(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\n")
-    with pytest.raises(HostfileError, match=r"run\.yaml:3: hostfile not found: ") as caught:
-        probe(tmp_path, "model: m\ndata: {train: x}\ncluster: {hostfile: host}\n")
-    assert caught.value.hint == f"did you mean {tmp_path / 'hosts'}?"
-    with pytest.raises(HostfileError, match="is a directory"):
-        probe(tmp_path, "model: m\ndata: {train: x}\ncluster: {hostfile: .}\n")
+    facts = probe(tmp_path, "model: m\ndata: {train: x}\ncluster: {hostfile: host}\n")
+    problem = facts.hostfile_problem
+    assert facts.hosts is None
+    assert isinstance(problem, HostfileError)
+    assert problem.message == f"run.yaml:3: hostfile not found: {tmp_path / 'host'}".replace(
+        "run.yaml", str(tmp_path / "run.yaml")
+    )
+    assert problem.hint == f"did you mean {tmp_path / 'hosts'}?"
+    facts = probe(tmp_path, "model: m\ndata: {train: x}\ncluster: {hostfile: .}\n")
+    assert "is a directory" in str(facts.hostfile_problem)
 
 
-def test_a_wrong_hostfile_line(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("a slots=2\nb slot=1\n")
-    with pytest.raises(ConfigError, match=r"hosts:2:3: 'slot=1' is not slots=N"):
-        probe(tmp_path, "model: m\ndata: {train: x}\ncluster: {hostfile: hosts}\n")
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a slots=2\nb slot=1\n", ["hosts:2:3: 'slot=1' is not slots=N"]),
+        (
+            "# c\na slots=0\n\nb slot=1\nc slots=2\nd\n",
+            ["hosts:2:9: slots=0", "hosts:4:3: 'slot=1' is not", "hosts:6:2: slots are missing"],
+        ),
+        ("a slots=1\na slots=1\nb\n", ["hosts:2:1: host a is given twice", "hosts:3:2: slots are missing"]),
+        ("# none\n", ["hosts: no host in it"]),
+    ],
+)
+def test_all_wrong_lines_of_a_hostfile(tmp_path: Path, text: str, parts: list[str]) -> None:
+    (tmp_path / "hosts").write_text(text)
+    problem = probe(tmp_path, "model: m\ndata: {train: x}\ncluster: {hostfile: hosts}\n").hostfile_problem
+    found = problem.problems if isinstance(problem, ConfigErrors) else [problem]
+    assert len(found) == len(parts)
+    for part, each in zip(parts, found, strict=True):
+        assert each is not None
+        assert part in each.message
+
+
+def test_an_interpreter_with_a_slash_is_a_path_and_a_bare_name_is_not(tmp_path: Path) -> None:
+    text = "model: m\ndata: {train: x}\nlaunch: {python: %s}\n"
+    facts = probe(tmp_path, text % "venv/bin/python", cwd=tmp_path.parent)
+    assert facts.paths["launch.python"].absolute == str(tmp_path / "venv/bin/python")
+    assert "launch.python" not in probe(tmp_path, text % "python3.11").paths
+
+
+def test_the_nearest_name_is_one_of_a_model_or_of_data(tmp_path: Path) -> None:
+    (tmp_path / "modell.yaml").write_text("")
+    text = "model: model\ndata: {train: org/d}\n"
+    assert probe(tmp_path, text).paths["model.path"].nearest is None
+    (tmp_path / "modelll").mkdir()
+    assert probe(tmp_path, text).paths["model.path"].nearest == str(tmp_path / "modelll")
+
+
+def test_a_misspelt_folder_is_found_where_the_rest_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / "models/llama").mkdir(parents=True)
+    paths = probe(tmp_path, "model: modles/llama\ndata: {train: modles/gemma}\n").paths
+    assert paths["model.path"].nearest == str(tmp_path / "models/llama")
+    assert paths["data.train[0].path"].nearest is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from dslaunch.config import render
 from dslaunch.config.zero import ACTING_STAGES
-from dslaunch.core.errors import ConfigError
+from dslaunch.core.errors import ConfigError, ConfigErrors
 from tests.config.build import SMALL, engine_of, gpus
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "ds_config"
@@ -123,7 +123,7 @@ def test_what_every_json_has(name: str) -> None:
             "remove stage3_max_live_parameters",
         ),
         ("deepspeed: {fp16: {}}", "deepspeed.fp16: {} contradicts", "set precision in"),
-        ("deepspeed: {fp16: {hysteresis: 9}, bf16: 1}", "bf16: 1 contradicts", "set precision in"),
+        ("deepspeed: {bf16: 1}", "bf16: 1 contradicts", "set precision in"),
         ("deepspeed: {qqq_qqq: 1}", "deepspeed.qqq_qqq is no key of DeepSpeed", "ignore it silently"),
     ],
 )
@@ -133,6 +133,90 @@ def test_overrides_cannot_contradict_the_run_file(written: str, message: str, hi
     assert caught.value.message.startswith("run.yaml:4: ")
     assert message in caught.value.message
     assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("written", "problem", "hint"),
+    [
+        (
+            "zero_optimization: {overlap_com: true}",
+            "zero_optimization.overlap_com is no key of DeepSpeed; did you mean overlap_comm?",
+            "write overlap_comm",
+        ),
+        (
+            "zero_optimization: {stage3_max_live_paramters: 3}",
+            "zero_optimization.stage3_max_live_paramters is no key of DeepSpeed; did you mean"
+            " stage3_max_live_parameters?",
+            None,
+        ),
+        (
+            "zero_optimization: {offload_optimizer: {device: cpu, pin_memry: true}}",
+            "zero_optimization.offload_optimizer.pin_memry is no key of DeepSpeed; did you mean pin_memory?",
+            None,
+        ),
+        ("zero_optimization: {cpu_offload: true}", "zero_optimization.cpu_offload is an old name", None),
+        (
+            'zero_optimization: {overlap_comm: "true"}',
+            'zero_optimization.overlap_comm: "true" is text, where true or false is meant',
+            "write true or false, without quotes",
+        ),
+        ("zero_optimization: {reduce_bucket_size: true}", "size: true is not a whole number", None),
+        ("zero_optimization: {reduce_bucket_size: 1.5}", "size: 1.5 is not a whole number", None),
+        ("zero_optimization: {offload_optimizer: cpu}", '"cpu" is text, where a mapping is meant', None),
+        (
+            "zero_optimization: {stage3_module_granularity_threshold: 1}",
+            "stage3_module_granularity_threshold has no effect at zero_optimization.stage 2",
+            None,
+        ),
+        ('flops_profiler: {enabled: "true"}', 'flops_profiler.enabled: "true" is text, where true or', None),
+        ('tensorboard: {enabled: "false"}', 'tensorboard.enabled: "false" is text, where', None),
+        ("activation_checkpointing: {partition_activation: true}", "mean partition_activations?", None),
+        ('wall_clock_breakdown: "no"', 'wall_clock_breakdown: "no" is text, where true or false', None),
+        ("steps_per_print: ten", 'steps_per_print: "ten" is text, where a whole number is meant', None),
+        (
+            "optimizer: {params: {foo: 1}}",
+            "optimizer.params.foo: optimizer.params is decided by the run file itself",
+            "remove it; the run file has optimizer.params",
+        ),
+        ("optimizer: {params: {momentum: 0.9}}", "params.momentum: ", "write optimizer.params.momentum in"),
+        ("optimizer: {legacy_fusion: true}", "optimizer.legacy_fusion: optimizer is decided", None),
+        ("fp16: {loss_scale: 128}", "fp16.loss_scale: fp16 is decided", "write fp16.loss_scale in the"),
+        ("bf16: {immediate_grad_update: true}", "bf16.immediate_grad_update: bf16 is decided", None),
+        (
+            "torch_autocast: {enabled: true, dtype: bfloat16}",
+            "torch_autocast: the run file",
+            "use precision:",
+        ),
+        ("data_types: {grad_accum_dtype: fp16}", "'fp16' does not go with precision fp32", "write fp32, or"),
+        ("data_types: {param_dtype: bf16}", "'bf16' does not go with precision fp32", None),
+    ],
+)
+def test_a_key_that_deepspeed_would_ignore_or_misread_is_one_problem(
+    written: str, problem: str, hint: str | None
+) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        engine_of(f"{SMALL}deepspeed: {{{written}}}\n")
+    (found,) = caught.value.problems
+    assert found.message.startswith("run.yaml:4: deepspeed.")
+    assert problem in found.message
+    assert hint is None or hint in (found.hint or "")
+
+
+def test_two_types_of_gradients_at_stage_0_are_refused() -> None:
+    text = SMALL + "zero_optimization: {stage: 0}\ndeepspeed: {data_types: {grad_accum_dtype: fp32}}\n"
+    with pytest.raises(ConfigError, match="'fp32' does not go with precision bf16 at stage 0"):
+        engine_of(text, inventory=gpus("a100"))
+
+
+def test_known_keys_of_the_right_type_pass() -> None:
+    text = (
+        "{zero_optimization: {zero_quantized_weights: false, leaf_module: {names: [a]},"
+        " offload_optimizer: {device: cpu, ratio: 1}}, flops_profiler: {enabled: true, output_file: p.txt},"
+        " gradient_clipping: 1, optimizer: {params: {betas: [0.9, 0.999]}}, aio: {single_submit: true},"
+        " zero_allow_untested_optimizer: true, data_types: {grad_accum_dtype: fp32}}"
+    )
+    config = engine_of(f"{SMALL}deepspeed: {text}\n")[1]
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "ratio": 1}
 
 
 def test_what_is_only_usual_may_be_overridden() -> None:

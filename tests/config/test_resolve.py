@@ -76,6 +76,7 @@ def test_the_learning_rate_depends_on_the_adapter() -> None:
         ("./m", DIRECTORY, "directory", "/models/m"),
         ("m", DIRECTORY, "directory", "/models/m"),
         ("m.gguf", PathFact("file", "/models/m.gguf"), "gguf", "/models/m.gguf"),
+        ("M.GGUF", PathFact("file", "/models/M.GGUF"), "gguf", "/models/M.GGUF"),
     ],
 )
 def test_what_a_model_is(written: str, fact: PathFact, kind: str, path: str) -> None:
@@ -89,6 +90,7 @@ def test_what_a_model_is(written: str, fact: PathFact, kind: str, path: str) -> 
     [
         ("./m", PathFact("missing", "/b/m", True, "/b/mm"), "there is no ./m"),
         ("m.gguf", PathFact("missing", "/b/m.gguf"), "there is no m.gguf"),
+        ("M.GGUF", PathFact("missing", "/b/M.GGUF"), "there is no M.GGUF"),
         ("/m", PathFact("missing", "/m"), "there is no /m"),
         ("~/m", PathFact("missing", "/home/m"), "there is no ~/m"),
         ("a/b/c", PathFact("missing", "/b/a/b/c"), "there is no a/b/c"),
@@ -103,6 +105,26 @@ def test_a_path_that_is_not_there_is_never_taken_for_a_hub_id(
     assert problem == f"run.yaml:1: model.path: {part}"
 
 
+FLASH = SMALL.replace("model: org/model", "model: {path: org/model, attn_implementation: flash_attention_2}")
+
+
+@pytest.mark.parametrize(
+    ("precision", "facts", "part"),
+    [
+        ("bf16", {}, "does not run on a CPU"),
+        ("fp32", {"inventory": gpus("h100")}, "computes in bf16 and fp16 only, and precision is fp32"),
+    ],
+)
+def test_flash_attention_where_it_cannot_run(precision: str, facts: Any, part: str) -> None:
+    (problem,) = problems(FLASH + f"precision: {precision}\n", **facts)
+    assert problem == f"run.yaml:1: model.attn_implementation flash_attention_2 {part}"
+
+
+def test_flash_attention_where_it_can_run() -> None:
+    plan = plan_of(FLASH, inventory=gpus("h100"))
+    assert (plan.model.attn_implementation, plan.precision) == ("flash_attention_2", "bf16")
+
+
 def test_the_nearest_path_is_in_the_hint() -> None:
     with pytest.raises(ConfigErrors) as caught:
         plan_of(
@@ -110,6 +132,71 @@ def test_the_nearest_path_is_in_the_hint() -> None:
             paths={"data.train[0].path": PathFact("missing", "/b/trian.jsonl", False, "/b/train.jsonl")},
         )
     assert caught.value.problems[0].hint == "did you mean /b/train.jsonl?"
+
+
+@pytest.mark.parametrize("name", ["modell", "Model", "mdoel"])
+def test_a_typing_mistake_is_never_taken_for_a_hub_id(name: str) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        plan_of(
+            SMALL.replace("org/model", name),
+            paths={"model.path": PathFact("missing", f"/b/{name}", False, "/b/model")},
+        )
+    (problem,) = caught.value.problems
+    assert problem.message == f"run.yaml:1: model.path: there is no {name} here, but there is /b/model"
+    assert f"owner/{name}" in (problem.hint or "")
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("gpt2", "/b/gpt2-out"), ("modles/llama", "/b/models/llama")])
+def test_a_hub_id_that_is_like_a_path_gives_a_note(name: str, nearest: str) -> None:
+    paths = {"model.path": PathFact("missing", f"/b/{name}", False, nearest)}
+    plan, notes = resolved(SMALL.replace("org/model", name), paths=paths)
+    assert plan.model.kind == "hub"
+    assert f"run.yaml:1: model.path: {name} is taken for a hub id; there is also {nearest}" in notes
+
+
+def test_the_interpreter() -> None:
+    text = SMALL + "launch: {python: %s}\n"
+    there = {"launch.python": PathFact("file", "/base/venv/bin/python")}
+    assert plan_of(text % "venv/bin/python", paths=there).launch.argv[0] == "/base/venv/bin/python"
+    assert plan_of(text % "python3.11").launch.argv[0] == "python3.11"
+    assert problems(text % "venv/bin/pyton") == ["run.yaml:4: launch.python: there is no file venv/bin/pyton"]
+
+
+def test_evaluation_steps_need_something_to_evaluate_on() -> None:
+    text = SMALL + "output: {eval_steps: 5}\n"
+    assert problems(text) == ["run.yaml:4: output.eval_steps: there is no data.eval to evaluate on"]
+    assert plan_of(text.replace("org/data", "org/data, eval: org/e")).output.eval_steps == 5
+
+
+def test_the_loss_scale_cannot_start_below_its_least() -> None:
+    text = SMALL + "precision: fp16\nfp16: {initial_scale_power: 4, min_loss_scale: %d}\n"
+    gpu = gpus("a100")
+    assert problems(text % 17, inventory=gpu) == [
+        "run.yaml:5: fp16.min_loss_scale 17 is above the first scale, 2^4 = 16"
+    ]
+    assert plan_of(text % 16, inventory=gpu).fp16 is not None
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_stage_0_in_half_precision_names_stage_1(precision: str) -> None:
+    text = SMALL + f"precision: {precision}\nzero_optimization: {{stage: %d}}\n"
+    said = [note for note in resolved(text % 0, inventory=gpus("a100"))[1] if "ZeRO stage 0" in note]
+    assert len(said) == 1
+    assert said[0].startswith(precision)
+    assert "stage 1, which computes the same" in said[0]
+    assert not any("ZeRO stage 0" in note for note in resolved(text % 1, inventory=gpus("a100"))[1])
+
+
+def test_a_wrong_hostfile_does_not_hide_the_rest() -> None:
+    lines = [ConfigError("hosts:1:1: bad"), ConfigError("hosts:2:1: worse")]
+    text = SMALL + "seed: 1\nzero_optimization: {sub_group_size: 5}\ncluster: {hostfile: hosts}\n"
+    found = problems(text, hostfile_problem=ConfigErrors(lines))
+    assert found == [
+        "run.yaml:5: zero_optimization.sub_group_size acts at stage 3 only; the stage is 2,"
+        " where DeepSpeed ignores it",
+        "hosts:1:1: bad",
+        "hosts:2:1: worse",
+    ]
 
 
 def test_data_sources() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from dslaunch.core.devices import device_names, lookup_device, probe_inventory
+from dslaunch.core import devices
+from dslaunch.core.devices import cpu_model, lookup_device, may_have_gpu, probe_inventory
 from dslaunch.core.errors import ConfigError
 
 KINDS = {
@@ -63,7 +65,7 @@ def test_what_a_device_computes_in(support: tuple[str, str], name: str) -> None:
 
 
 def test_every_name_of_the_table_finds_itself() -> None:
-    for name in device_names():
+    for name in devices._by_name():
         assert lookup_device(name).name == name
 
 
@@ -104,6 +106,23 @@ def test_the_cpu_counts_by_its_instructions(tmp_path: Path, flags: str, fp16: st
     assert (found.cpu.fp16, found.cpu.bf16, found.accelerators) == (fp16, bf16, ())
 
 
+def test_native_code_is_told_apart_by_the_first_core(tmp_path: Path) -> None:
+    cpu(tmp_path, "avx2")
+    with (tmp_path / "proc/cpuinfo").open("a") as stream:
+        stream.write("model name : Some CPU @ 2: fast\n\nprocessor : 1\nmodel name : Another\n")
+    assert cpu_model(tmp_path).splitlines()[1:] == ["flags=fpu avx2", "model name=Some CPU @ 2: fast"]
+    assert cpu_model(tmp_path / "nothing") == os.uname().machine
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("nvidia0", True), ("dxg", True), ("kfd", True), ("null", False)]
+)
+def test_signs_of_a_gpu(tmp_path: Path, device: str, expected: bool) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / device).touch()
+    assert may_have_gpu(tmp_path) is expected
+
+
 def test_nvidia_gpus_are_found_without_a_driver_call(tmp_path: Path) -> None:
     gpu(tmp_path, 0, "NVIDIA A100-SXM4-80GB")
     gpu(tmp_path, 1, "Tesla V100-SXM2-32GB")
@@ -140,13 +159,37 @@ def test_visible_devices_are_respected(tmp_path: Path, environ: dict[str, str], 
     assert [a.id for a in probe_inventory(environ, root=tmp_path).accelerators] == ids
 
 
-def test_amd_gpus_are_found(tmp_path: Path) -> None:
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/kfd").touch()
+def amd(root: Path) -> None:
+    (root / "dev").mkdir()
+    (root / "dev/kfd").touch()
     for node, version in enumerate((0, 90402, 90010)):  # a CPU, an MI300, an MI200
-        folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
+        folder = root / f"sys/class/kfd/kfd/topology/nodes/{node}"
         folder.mkdir(parents=True)
         (folder / "properties").write_text(f"simd_count 4\ngfx_target_version {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "1"}, [("1", "gfx90a")]),
+        ({"HIP_VISIBLE_DEVICES": "1,0"}, [("1", "gfx90a"), ("0", "gfx942")]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, [("1", "gfx90a")]),
+        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, [("0", "gfx942")]),
+        (
+            {"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"},
+            [("0", "gfx90a")],
+        ),  # the first of those left
+    ],
+)
+def test_amds_variables_apply_one_after_the_other(
+    tmp_path: Path, environ: dict[str, str], expected: list[tuple[str, str]]
+) -> None:
+    amd(tmp_path)
+    assert [(a.id, a.device.arch) for a in probe_inventory(environ, root=tmp_path).accelerators] == expected
+
+
+def test_amd_gpus_are_found(tmp_path: Path) -> None:
+    amd(tmp_path)
     found = probe_inventory({}, root=tmp_path).accelerators
     assert [a.device.arch for a in found] == ["gfx942", "gfx90a"]
     assert (

@@ -15,6 +15,8 @@ worker-0 slots=2
 alice@worker-1:2222\tslots=0,1,4   # trailing remark\r
   [fe80::1%eth0]:22 slots=GPU-8f1b
 10.0.0.4 slots=MIG-1,MIG-2
+one-id slots=3,
+one-uuid slots=GPU-7,
 """
 
 
@@ -24,12 +26,31 @@ def test_every_form_of_a_line() -> None:
         Host(name="worker-1", slots=("0", "1", "4"), user="alice", port=2222),
         Host(name="fe80::1%eth0", slots=("GPU-8f1b",), port=22),
         Host(name="10.0.0.4", slots=("MIG-1", "MIG-2")),
+        Host(name="one-id", slots=("3",)),
+        Host(name="one-uuid", slots=("GPU-7",)),
     )
 
 
 def test_what_is_rendered_reads_back() -> None:
     hosts = parse_hostfile(GOOD, "hosts")
     assert parse_hostfile(render_hostfile(hosts), "again") == hosts
+
+
+@pytest.mark.parametrize(
+    ("slots", "text"),
+    [
+        (("0",), "1"),
+        (("1",), "1,"),
+        (("3",), "3,"),
+        (("0", "1"), "2"),
+        (("1", "0"), "1,0"),
+        (("GPU-1",), "GPU-1"),
+    ],
+)
+def test_slots_as_they_are_written(slots: tuple[str, ...], text: str) -> None:
+    host = Host(name="a", slots=slots)
+    assert render_hostfile([host]) == f"a slots={text}\n"
+    assert parse_hostfile(render_hostfile([host]), "again") == (host,)
 
 
 def test_the_shipped_examples_are_read() -> None:
@@ -52,7 +73,9 @@ def test_the_shipped_examples_are_read() -> None:
         ("a SLOTS=2", "hosts:1:3", "'SLOTS=2' is not slots=N"),
         ("a slots=0", "hosts:1:9", "between 1 and 4096"),
         ("a slots=-1", "hosts:1:9", "'-1'"),
-        ("a slots=two,", "hosts:1:9", "an empty slot id"),
+        ("a slots=,", "hosts:1:9", "an empty slot id"),
+        ("a slots=1,,", "hosts:1:9", "an empty slot id"),
+        ("a slots=0,1,", "hosts:1:9", "an empty slot id"),
         ("a slots=", "hosts:1:9", "an empty slot id"),
         ("a slots=1,1", "hosts:1:9", "slot 1 is given twice"),
         ("a slots=2 max_slots=4", "hosts:1:11", "'max_slots=4' after the slots"),

@@ -99,6 +99,11 @@ class Launched:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
+    def agent_pid(self) -> int:
+        """The process id of the agent, once a rank has been started."""
+        rank_pid = wait_until(lambda: self.events("rank_start"), "a rank is up")[0]["pid"]
+        return int(Path(f"/proc/{rank_pid}/stat").read_text().rpartition(")")[2].split()[1])
+
     def nothing_left(self) -> None:
         """Fails where a process of this launch still lives."""
         wait_until(lambda: not self.alive(), f"processes {self.alive()} left behind", 15.0)

@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
+from dslaunch.core.command import Command
+from dslaunch.core.topology import Host
 from dslaunch.launch import agent
+from dslaunch.launch.link import AgentLink
 from tests.launch.launching import wait_until
 
 SOURCE = Path(agent.__file__).read_text(encoding="utf-8")
@@ -133,14 +136,135 @@ def test_another_protocol_is_refused() -> None:
 
 
 def test_a_wrong_device_starts_nothing(tmp_path: Path) -> None:
-    devices = {"variable": "CUDA_VISIBLE_DEVICES", "slots": ["2"]}
-    line = orders(tmp_path, ["touch", "started"], visible_devices=devices, env={"CUDA_VISIBLE_DEVICES": "5"})
+    line = orders(tmp_path, ["touch", "started"], visible_devices=["2"], env={"CUDA_VISIBLE_DEVICES": "5"})
     process = start()
     out, _ = process.communicate(line, timeout=30)
     assert process.returncode == 3
     refused = [event for event in events(out) if event["event"] == "refused"]
     assert refused[0]["message"] == "device 2 is not among the 1 visible here (5)"
     assert not (tmp_path / "started").exists()
+
+
+def test_nothing_is_started_for_a_supervisor_that_is_gone(tmp_path: Path) -> None:
+    ranks = [
+        {"rank": rank, "env": {}, "log": str(tmp_path / f"{rank}.log"), "show": "all"} for rank in range(3)
+    ]
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)  # what the agent says first finds no reader
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", agent.__file__], stdin=subprocess.PIPE, stdout=write_fd
+    )
+    os.close(write_fd)
+    assert process.stdin is not None
+    process.stdin.write(orders(tmp_path, ["bash", "-c", "touch started-$$; sleep 300"], ranks=ranks))
+    process.stdin.flush()
+    assert process.wait(30) == 0
+    process.stdin.close()
+    assert list(tmp_path.glob("started-*")) == []
+
+
+def test_commands_reach_the_agent_whole(tmp_path: Path) -> None:
+    # Signals cut a write to a full pipe short: the agent here takes none for a while.
+    script = 'sleep 0.5; cat > "$0"'
+    data = os.urandom(1 << 20)
+    old = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        link = AgentLink(
+            Host(name="x", slots=("0",)),
+            Command(argv=("bash", "-c", script, str(tmp_path / "got")), stdin=data),
+        )
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    link.close(30.0)
+    assert (tmp_path / "got").read_bytes() == data
+
+
+def test_an_acknowledgement_waits_until_it_is_worth_it(tmp_path: Path) -> None:
+    link = AgentLink(
+        Host(name="x", slots=("0",)), Command(argv=("bash", "-c", 'cat > "$0"', str(tmp_path / "got")))
+    )
+    assert not link.note_written(40_000)
+    link.send_ack()
+    assert link.note_written(40_000)
+    link.send_ack()
+    link.send_ack()
+    link.close(30.0)
+    assert (tmp_path / "got").read_text() == '{"command": "ack", "bytes": 80000}\n'
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, b"12"), (3, b"4"), (5, b"2"), (64, b"1")])
+def test_threads_are_shared_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, threads: bytes
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(agent, "usable_cores", lambda: 12)
+    each = [{"rank": n, "env": {}, "log": str(tmp_path / f"{n}.log"), "show": "all"} for n in range(ranks)]
+    _, env, _ = agent.Agent(json.loads(orders(tmp_path, ["true"], ranks=each)), b"").prepare()
+    assert env[b"OMP_NUM_THREADS"] == threads
+
+
+def v1(folder: str, quota: int) -> dict[str, str]:
+    return {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": "100000\n"}
+
+
+V1 = "12:cpu,cpuacct:/job\n3:memory:/job\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "cores"),
+    [
+        (None, {}, 8),
+        ("", {}, 8),
+        ("0::/a/b\n", {}, 8),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n"}, 8),
+        ("0::/a/b\n", {"a/b/cpu.max": "250000 100000\n"}, 2),
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "max 100000\n"}, 3),
+        ("0::/a/b\n", {"cpu.max": "400000 100000\n"}, 4),  # a container's own, under another path
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("0::/a\n", {"a/cpu.max": "1600000 100000\n"}, 8),
+        (V1, {}, 8),
+        (V1, v1("cpu,cpuacct/job", -1), 8),
+        (V1, v1("cpu,cpuacct/job", 350000), 3),
+        (V1, v1("cpu", 200000), 2),
+        (V1 + "0::/x\n", {"unified/x/cpu.max": "100000 100000\n"}, 1),
+        ("4:memory:/job\n", v1("cpu/job", 100000), 8),
+    ],
+)
+def test_threads_are_cut_by_quotas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str | None, files: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    (tmp_path / "proc/self").mkdir(parents=True)
+    if cgroup is not None:
+        (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert agent.usable_cores(str(tmp_path)) == cores
+
+
+@pytest.mark.parametrize(
+    ("there", "given", "expected"),
+    [
+        ([], [], "CUDA_VISIBLE_DEVICES"),
+        ([], ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"], "CUDA_VISIBLE_DEVICES"),
+        (["proc/driver/nvidia/gpus", "dev/kfd"], ["HIP_VISIBLE_DEVICES"], "CUDA_VISIBLE_DEVICES"),
+        (["dev/kfd"], [], "HIP_VISIBLE_DEVICES"),
+        (["dev/kfd"], ["ROCR_VISIBLE_DEVICES"], "ROCR_VISIBLE_DEVICES"),
+        (["dev/kfd"], ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"], "CUDA_VISIBLE_DEVICES"),
+        (["dev/kfd"], ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"], "HIP_VISIBLE_DEVICES"),
+    ],
+)
+def test_ids_go_back_to_the_variable_that_they_are_counted_in(
+    tmp_path: Path, there: list[str], given: list[str], expected: str
+) -> None:
+    for name in there:
+        (tmp_path / name).mkdir(parents=True)
+    env = {name.encode(): b"2,3" for name in given}
+    assert agent.device_variable(env, str(tmp_path)) == expected.encode()
 
 
 def test_threads_are_cut_by_affinity() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from dslaunch.core.file_lock import is_held
+from dslaunch.launch.signals import means_kill
 from tests.launch.conftest import Launch
 from tests.launch.launching import python, wait_until
 
@@ -46,9 +49,66 @@ def test_second_ctrl_c_kills_at_once(launch: Launch, tmp_path: Path) -> None:
     launched.wait_for_files(tmp_path, "ready-0", "ready-1")
     launched.process.send_signal(signal.SIGINT)
     launched.wait_for_files(tmp_path, "asked-0", "asked-1")
+    time.sleep(0.5)  # a hand does not press it twice in less
     launched.process.send_signal(signal.SIGINT)
     assert launched.wait()[0] == 130
     assert launched.alive() == []
+
+
+def test_a_terminal_that_closes_sends_hup_twice_and_kills_nothing(launch: Launch, tmp_path: Path) -> None:
+    slow = "def stop(*_):\n    touch(f'asked-{rank}')\n    while not os.path.exists('go'): time.sleep(0.02)\n"
+    launched = launch(python(slow + "    sys.exit(75)\nsignal.signal(signal.SIGTERM, stop)\n" + WAIT))
+    launched.wait_for_files(tmp_path, "ready-0", "ready-1")
+    launched.process.send_signal(signal.SIGHUP)
+    launched.wait_for_files(tmp_path, "asked-0", "asked-1")
+    launched.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: len(launched.events("launcher_signal")) == 2, "both were heard")
+    (tmp_path / "go").touch()
+    assert launched.wait()[0] == 75
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds_after_first", "expected"),
+    [
+        (signal.SIGINT, 0.01, False),  # from the terminal, and again from a wrapper
+        (signal.SIGINT, 0.3, True),
+        (signal.SIGTERM, 0.3, False),
+        (signal.SIGTERM, 1.0, True),
+        (signal.SIGHUP, 100.0, False),
+        (signal.SIGHUP, float("inf"), False),
+    ],
+)
+def test_what_asks_to_kill_at_once(number: int, seconds_after_first: float, expected: bool) -> None:
+    assert means_kill(number, seconds_after_first) is expected
+
+
+@pytest.mark.parametrize(("on_term", "expected"), [("", 143), (ON_TERM, 75)])
+def test_term_of_the_agent_is_no_failure_of_a_rank(
+    launch: Launch, tmp_path: Path, on_term: str, expected: int
+) -> None:
+    launched = launch(python(on_term + WAIT))
+    launched.wait_for_files(tmp_path, "ready-0", "ready-1")
+    os.kill(launched.agent_pid(), signal.SIGTERM)
+    code, _, err = launched.wait()
+    assert code == expected
+    assert "SIGTERM to the agent on localhost: ranks were asked to stop" in err
+    assert "failed first" not in err
+    assert launched.events("first_failure") == []
+
+
+def test_the_run_directory_is_locked_until_the_ranks_are_gone(launch: Launch, tmp_path: Path) -> None:
+    launched = launch(python(STUBBORN + WAIT))
+    launched.wait_for_files(tmp_path, "ready-0", "ready-1")
+    agent = launched.agent_pid()
+    os.kill(agent, signal.SIGSTOP)  # so that it does not end before we look
+    launched.process.kill()
+    launched.process.wait()
+    try:
+        assert is_held(launched.run_dir / ".lock")
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    launched.nothing_left()
+    assert not is_held(launched.run_dir / ".lock")
 
 
 def test_data_loader_workers_are_let_be_until_their_rank_has_ended(launch: Launch, tmp_path: Path) -> None:

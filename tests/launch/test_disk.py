@@ -15,6 +15,7 @@ from dslaunch.core.topology import local_topology
 from dslaunch.launch.agent import Log
 from dslaunch.launch.supervisor import supervise
 from dslaunch.launch.verdict import Outcome
+from tests.launch.conftest import Launch
 from tests.launch.launching import python
 
 
@@ -66,6 +67,13 @@ def test_events_that_cannot_be_written_are_said_once(tmp_path: Path) -> None:
     outcome, _, err = run(tmp_path, "pass", events=Path("/dev/full"))
     assert outcome.exit_code == 0
     assert err.count("events.jsonl has a gap: No space left on device") == 1
+
+
+def test_output_that_cannot_be_written_is_said(launch: Launch) -> None:
+    with open("/dev/full", "wb") as full:
+        code, _, err = launch(python("print('hello')"), stdout=full).wait()
+    assert code == 0
+    assert "rank 0's output could not all be written here: No space left on device; see " in err
 
 
 def test_a_log_that_cannot_be_opened_starts_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host, Topology, local_topology
-from dslaunch.launch.agent import Refusal, usable_cores, visible_devices
+from dslaunch.launch.agent import Refusal, visible_devices
 from dslaunch.launch.jit_cache import torch_extensions_dir
 from dslaunch.launch.orders import build_orders, check_launch, encode_orders
 from tests.launch.conftest import Launch
@@ -61,10 +61,12 @@ def test_threads_are_shared_out_unless_set(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert launch(python(SHOW), num_ranks=1).wait()[0] == 0
-    assert seen(tmp_path, 0)["OMP_NUM_THREADS"] == str(usable_cores())
-    assert launch(python(SHOW), num_ranks=64, run_dir="many").wait()[0] == 0
-    assert seen(tmp_path, 63)["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 64))
+    one_core = (
+        "import os, sys; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]);"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    assert launch(python(SHOW), num_ranks=2, prefix=[sys.executable, "-c", one_core]).wait()[0] == 0
+    assert seen(tmp_path, 1)["OMP_NUM_THREADS"] == "1"
     assert launch(python(SHOW), "--env", "OMP_NUM_THREADS=7", run_dir="set").wait()[0] == 0
     assert seen(tmp_path, 1)["OMP_NUM_THREADS"] == "7"
 
@@ -75,6 +77,34 @@ def test_the_users_choices_beat_our_defaults(launch: Launch, tmp_path: Path) -> 
     environ = seen(tmp_path, 0)
     assert environ["PYTHONNOUSERSITE"] == ""
     assert environ["TORCH_EXTENSIONS_DIR"] == "/mine"
+
+
+@pytest.mark.parametrize("inherited", [{}, {"DS_ACCELERATOR": "cpu"}, {"DS_ACCELERATOR": "xpu"}])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_deepspeed_is_told_the_planned_device_whatever_is_set(kind: str, inherited: dict[str, str]) -> None:
+    orders = build_orders(plan(device_type=kind), 0, master_port=1, environ=inherited)
+    assert orders["env"]["DS_ACCELERATOR"] == kind
+
+
+@pytest.mark.parametrize("more", [{"env": {"DS_ACCELERATOR": "cpu"}}, {"secret_env": ("DS_ACCELERATOR",)}])
+def test_another_device_than_the_planned_one_cannot_be_given(more: dict[str, Any]) -> None:
+    environ = {"DS_ACCELERATOR": "cpu"}
+    check_launch(plan(device_type="cpu", **more), environ)
+    check_launch(plan(device_type="cuda"), environ)  # only inherited: overridden
+    with pytest.raises(ConfigError, match="DS_ACCELERATOR is 'cpu', but the plan is for cuda"):
+        check_launch(plan(device_type="cuda", **more), environ)
+
+
+def test_gpu_ids_count_by_pci_address() -> None:
+    def order(environ: dict[str, str], **more: Any) -> str | None:
+        orders = build_orders(plan(**more), 0, master_port=1, environ=environ)
+        value: str | None = orders["env"].get("CUDA_DEVICE_ORDER")
+        return value
+
+    assert order({}, device_type="cuda") == "PCI_BUS_ID"
+    assert order({}, device_type="cpu") is None
+    assert order({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, device_type="cuda") is None  # inherited as it is
+    assert order({}, device_type="cuda", env={"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}) == "FASTEST_FIRST"
 
 
 def test_numbers_where_slots_differ_per_host() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from dslaunch.core.events import JsonlWriter
+from dslaunch.core.plan import LaunchPlan
+from dslaunch.core.topology import local_topology
+from dslaunch.launch.supervisor import supervise
+from dslaunch.launch.verdict import Outcome
 from tests.launch.conftest import Launch
 from tests.launch.launching import python
 
@@ -135,6 +142,49 @@ def test_a_failure_while_others_stop_at_a_checkpoint_is_a_failure(launch: Launch
     assert "rank 1 on localhost failed first" in err
 
 
+def supervised(tmp_path: Path, code: str) -> tuple[Outcome, str]:
+    """Two ranks that have a moment to stop at a checkpoint together."""
+    plan = LaunchPlan(
+        argv=tuple(python(code)),
+        topology=local_topology(2),
+        run_dir=str(tmp_path / "run"),
+        cwd=str(tmp_path),
+        checkpoint_grace_s=0.2,
+    )
+    err = io.BytesIO()
+    outcome = supervise(plan, events=JsonlWriter(tmp_path / "events.jsonl"), out=io.BytesIO(), err=err)
+    return outcome, err.getvalue().decode()
+
+
+@pytest.mark.parametrize("on_term", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"])
+def test_a_rank_that_does_not_come_to_the_checkpoint_is_no_failure_of_its_own(
+    tmp_path: Path, on_term: str
+) -> None:
+    code = (
+        f"{on_term}touch(f'ready-{{rank}}')\nif rank == 1: time.sleep(300)\n"
+        "while not os.path.exists('ready-1'): time.sleep(0.01)\nsys.exit(75)"
+    )
+    outcome, err = supervised(tmp_path, code)
+    assert (outcome.exit_code, outcome.late, outcome.first_failure) == (1, (1,), None)
+    assert "rank 1 did not stop at the checkpoint that others stopped at" in err
+    assert "rank 1 did not stop at the checkpoint in time: rank 0 ended (code 75)" in err
+    assert "failed first" not in err
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["ranks"] for event in events if event["kind"] == "checkpoint_late"] == [[1]]
+    assert "first_failure" not in {event["kind"] for event in events}
+
+
+def test_a_rank_that_comes_to_the_checkpoint_when_asked_makes_it_75(tmp_path: Path) -> None:
+    code = (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\ntouch(f'ready-{rank}')\n"
+        "if rank == 1: time.sleep(300)\n"
+        "while not os.path.exists('ready-1'): time.sleep(0.01)\nsys.exit(75)"
+    )
+    outcome, err = supervised(tmp_path, code)
+    assert (outcome.exit_code, outcome.late) == (75, (1,))
+    assert "all ranks stopped at a checkpoint" in err
+
+
 @pytest.mark.parametrize("own", [2, 70, 76])
 def test_a_ranks_own_code_is_told_from_ours(launch: Launch, own: int) -> None:
     launched = launch(python(f"sys.exit({own})"), num_ranks=1)
@@ -176,9 +226,7 @@ def test_the_agent_itself_is_killed(launch: Launch) -> None:
     code = "subprocess.Popen(['sleep', '300']); touch(f'ready-{rank}')\n" + SLEEP
     launched = launch(python(code))
     launched.wait_for_files(launched.run_dir.parent, "ready-0", "ready-1")
-    rank_pid = launched.events("rank_start")[0]["pid"]
-    agent = int(Path(f"/proc/{rank_pid}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(agent, signal.SIGKILL)
+    os.kill(launched.agent_pid(), signal.SIGKILL)
     exit_code, _, err = launched.wait()
     assert exit_code == 77
     assert "the agent on localhost was killed by signal 9" in err

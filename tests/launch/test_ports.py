@@ -48,6 +48,13 @@ def test_a_taken_port_names_who_holds_it(address: str) -> None:
             lease_port(port)
 
 
+def test_a_port_that_was_taken_can_be_leased_later() -> None:
+    with listen() as server, pytest.raises(EnvironmentNotReady) as refused:
+        lease_port(server.getsockname()[1])
+    port = int(refused.value.message.split()[1])
+    lease_port(port).close()  # while the error, and with it all that it refers to, is still there
+
+
 def test_a_taken_port_starts_nothing(launch: Launch) -> None:
     with listen() as server:
         port = str(server.getsockname()[1])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import stat
@@ -13,9 +15,17 @@ from pathlib import Path
 import pytest
 
 from dslaunch.core.errors import ConfigError
+from dslaunch.core.hostfile import parse_hostfile
 from dslaunch.core.plan import LaunchPlan, OptimizerPlan, OutputPlan, RunPlan
-from dslaunch.core.topology import local_topology
-from dslaunch.launch.record import CommandPlan, RunLock, load_recorded_plan, move_plan, write_run_files
+from dslaunch.core.topology import Host, Topology, local_topology
+from dslaunch.launch.record import (
+    CommandPlan,
+    hold_run_dir,
+    load_recorded_plan,
+    move_plan,
+    render_run_files,
+    write_run_files,
+)
 from dslaunch.launch.resume import resolve_resumed
 from dslaunch.launch.script import render_launch_script
 from tests.launch.plans import run_plan
@@ -32,7 +42,7 @@ def command_plan(run_dir: Path, *argv: str) -> CommandPlan:
 
 def test_a_command_plan_round_trip(tmp_path: Path) -> None:
     plan = command_plan(tmp_path, *HOSTILE)
-    write_run_files(plan, "#!/bin/sh\n")
+    write_run_files(render_run_files(plan, "#!/bin/sh\n"))
     assert load_recorded_plan(tmp_path / "plan.json") == plan
     assert (tmp_path / "hostfile").read_text() == "localhost slots=1\n"
     assert not (tmp_path / "ds_config.json").exists()
@@ -41,7 +51,7 @@ def test_a_command_plan_round_trip(tmp_path: Path) -> None:
 
 def test_a_run_plan_round_trip(tmp_path: Path) -> None:
     plan = run_plan(tmp_path)
-    write_run_files(plan, "#!/bin/sh\n")
+    write_run_files(render_run_files(plan, "#!/bin/sh\n"))
     assert load_recorded_plan(tmp_path / "plan.json") == plan
     assert json.loads((tmp_path / "ds_config.json").read_text()) == plan.ds_config
 
@@ -118,16 +128,43 @@ def test_a_changed_deepspeed_override_alone_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_in_use_is_not_used_twice(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from dslaunch.launch.record import RunLock\n"
+        "import sys; from pathlib import Path; from dslaunch.launch.record import hold_run_dir\n"
         "from dslaunch.core.errors import ConfigError\n"
-        "try: RunLock(Path(sys.argv[1]))\n"
+        "try:\n    with hold_run_dir(Path(sys.argv[1])): pass\n"
         "except ConfigError as error: print(error.message); sys.exit(error.exit_code)\n"
     )
     argv = [sys.executable, "-c", code, str(tmp_path)]
-    second = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    with hold_run_dir(tmp_path):
+        second = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert second.returncode == 2, second.stderr
     assert f"still going on (process {os.getpid()} on " in second.stdout
-    lock.close()
     assert subprocess.run(argv, timeout=60).returncode == 0
+
+
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_locks(fd: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with hold_run_dir(tmp_path) as fd:
+        assert fd is None
+    assert f"{tmp_path} is on a file system without locks" in capsys.readouterr().err
+
+
+def test_every_slot_can_be_recorded(tmp_path: Path) -> None:
+    plan = command_plan(tmp_path, "true")
+    topology = Topology(hosts=(Host(name="localhost", slots=("3",)),))
+    plan = dataclasses.replace(plan, launch=dataclasses.replace(plan.launch, topology=topology))
+    write_run_files(render_run_files(plan, "#!/bin/sh\n"))
+    text = (tmp_path / "hostfile").read_text()
+    assert parse_hostfile(text, "hostfile") == topology.hosts
+
+
+def test_what_cannot_be_rendered_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    plan = dataclasses.replace(run_plan(tmp_path), ds_config={"train_batch_size": float("nan")})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        render_run_files(plan, "")
+    assert list(tmp_path.iterdir()) == []

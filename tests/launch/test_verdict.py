@@ -29,9 +29,7 @@ def test_exit_code_as_a_shell_gives_it() -> None:
 def test_the_last_block() -> None:
     first = end(5, -9, tail=tuple(f"line {i}" for i in range(30)))
     others = tuple(end(rank, -15, asked=True) for rank in range(20) if rank != 5)
-    block = render_failure(
-        Outcome(exit_code=137, ends=(first, *others), first_failure=first), "/r/logs/rank-5.log"
-    )
+    block = render_failure(Outcome(ends=(first, *others), first_failure=first), "/r/logs/rank-5.log")
     assert block == (
         "dslaunch: rank 5 on n1 failed first: it was killed by signal 9 (SIGKILL: often the kernel's "
         "out-of-memory killer: see `dmesg`, or use less host memory) 1.2 s after the start\n"

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from dslaunch.core import file_lock
 from dslaunch.core.errors import EnvironmentNotReady
 from dslaunch.train import jit_ops
 
-HOLD_FLOCK = (
-    "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
-    "print('held', flush=True); time.sleep(60)"
-)
+OP_NAME = "deepspeed_shm_comm"
 HOLD_OPEN = (
     "import os, sys, time; fd = os.open(sys.argv[1], os.O_CREAT | os.O_EXCL);"
     "print('held', flush=True); time.sleep(60)"
@@ -28,7 +26,7 @@ HOLD_OPEN = (
 
 @pytest.fixture
 def holder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process that holds ``tmp_path/lock`` (flock, or open as torch keeps it)."""
+    """A process that has ``tmp_path/lock`` open, as torch does while it builds."""
     path = tmp_path / "lock"
     argv = [sys.executable, "-c", request.param, str(path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
@@ -39,28 +37,6 @@ def holder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[sub
 
 def kill_soon(process: subprocess.Popen[str]) -> None:
     os.kill(process.pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("holder", [HOLD_FLOCK], indirect=True)
-def test_a_held_lock_is_waited_for_with_words_and_an_end(
-    holder: tuple[subprocess.Popen[str], Path],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(jit_ops, "SAY_AFTER_S", 0.1)
-    _, path = holder
-    waited = r"waited 0\.5 s for another process that builds"
-    with pytest.raises(EnvironmentNotReady, match=waited), jit_ops.exclusive_lock(path, timeout_s=0.5):
-        pytest.fail("had a lock that another process holds")
-    assert capsys.readouterr().err.count("waiting for another process that builds") == 1
-
-
-@pytest.mark.parametrize("holder", [HOLD_FLOCK], indirect=True)
-def test_the_kernel_frees_the_lock_of_a_killed_process(holder: tuple[subprocess.Popen[str], Path]) -> None:
-    process, path = holder
-    kill_soon(process)
-    with jit_ops.exclusive_lock(path, timeout_s=30):
-        pass
 
 
 @pytest.mark.parametrize("holder", [HOLD_OPEN], indirect=True)
@@ -82,6 +58,18 @@ def test_torchs_lock_of_a_killed_build_is_removed(
     jit_ops.wait_for_torch_lock(path, timeout_s=30)
     assert not path.exists()
     assert "left behind by a build that was killed" in capsys.readouterr().err
+
+
+def test_a_build_of_another_process_is_waited_for_with_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each op has a lock of its own in the build directory."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with (
+        file_lock.exclusive(tmp_path / ".dslaunch-fused_adam.flock"),
+        pytest.raises(EnvironmentNotReady, match=rf"fused_adam\.flock is held by process {os.getpid()}"),
+    ):
+        jit_ops.prepare_op("FusedAdamBuilder", hint="", timeout_s=0)
 
 
 def test_no_lock_no_wait(tmp_path: Path) -> None:
@@ -133,7 +121,7 @@ def test_the_compilers_own_words_are_kept() -> None:
     error = RuntimeError(
         "Error building extension\n[1/2] c++ ...\nx.cpp:3:10: fatal error: Python.h: No such file\n"
     )
-    assert jit_ops._compiler_message(error) == "x.cpp:3:10: fatal error: Python.h: No such file"
+    assert jit_ops.compiler_message(error) == "x.cpp:3:10: fatal error: Python.h: No such file"
 
 
 def test_a_stale_lock_does_not_stop_a_real_start(ops_dir: Path, tmp_path: Path) -> None:
@@ -141,9 +129,9 @@ def test_a_stale_lock_does_not_stop_a_real_start(ops_dir: Path, tmp_path: Path) 
     import shutil
 
     private = tmp_path / "ops"
-    shutil.copytree(ops_dir / jit_ops.OP_NAME, private / jit_ops.OP_NAME)
-    (private / jit_ops.OP_NAME / "lock").write_text("")
-    code = "from dslaunch.train.jit_ops import prepare_ops; prepare_ops(timeout_s=60); print('ready')"
+    shutil.copytree(ops_dir / OP_NAME, private / OP_NAME)
+    (private / OP_NAME / "lock").write_text("")
+    code = "from dslaunch.train import jit_ops; jit_ops.prepare_communication(timeout_s=60); print('ready')"
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(private), "PYTHONPATH": os.getcwd()}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -155,3 +143,98 @@ def test_a_stale_lock_does_not_stop_a_real_start(ops_dir: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "ready"
     assert "removed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "offload", "ops"),
+    [
+        ({"type": "AdamW"}, None, ("FusedAdamBuilder",)),
+        ({"type": "Adam", "params": {"torch_adam": False}}, "none", ("FusedAdamBuilder",)),
+        ({"type": "AdamW"}, "cpu", ("CPUAdamBuilder",)),
+        ({"type": "AdamW"}, "nvme", ("CPUAdamBuilder", "AsyncIOBuilder")),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, None, ()),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, "nvme", ("AsyncIOBuilder",)),
+        ({"type": "Lion"}, None, ("FusedLionBuilder",)),
+        ({"type": "Lion"}, "cpu", ("CPULionBuilder",)),
+        ({"type": "Adagrad"}, "cpu", ("CPUAdagradBuilder",)),
+        ({"type": "Lamb"}, None, ("FusedLambBuilder",)),
+        ({"type": "SGD"}, "cpu", ()),
+        (None, "nvme", ()),
+    ],
+)
+def test_which_ops_an_optimizer_compiles(
+    optimizer: dict[str, object] | None, offload: str | None, ops: tuple[str, ...]
+) -> None:
+    zero = {"stage": 2, **({"offload_optimizer": {"device": offload}} if offload else {})}
+    assert jit_ops.optimizer_ops({"optimizer": optimizer, "zero_optimization": zero}) == ops
+
+
+def test_deepspeed_has_every_builder_and_optimizers_ask_for_these() -> None:
+    """The names are DeepSpeed's: renamed upstream, this goes red instead of the build going unguarded."""
+    import inspect
+
+    from deepspeed.ops import adagrad, adam, lamb, lion, op_builder
+
+    users = {
+        "FusedAdamBuilder": adam.FusedAdam,
+        "CPUAdamBuilder": adam.DeepSpeedCPUAdam,
+        "FusedLionBuilder": lion.FusedLion,
+        "CPULionBuilder": lion.DeepSpeedCPULion,
+        "CPUAdagradBuilder": adagrad.DeepSpeedCPUAdagrad,
+        "FusedLambBuilder": lamb.FusedLamb,
+    }
+    assert hasattr(op_builder, "AsyncIOBuilder")
+    for name, user in users.items():
+        assert hasattr(op_builder, name)
+        assert f"{name}().load()" in inspect.getsource(user)
+
+
+FAILING_COMPILER = """#!/bin/sh
+case "$*" in *-c*) echo 'fused_adam.cpp:1:10: fatal error: no_such.h: No such file'; exit 1 ;; esac
+exec c++ "$@"
+"""
+
+
+def test_an_optimizer_that_cannot_be_compiled_is_one_sentence(tmp_path: Path) -> None:
+    """A real build of DeepSpeed's Adam, with a compiler that fails."""
+    program(tmp_path, "broken")
+    (tmp_path / "broken").write_text(FAILING_COMPILER)
+    code = (
+        "from dslaunch.core.errors import DslaunchError\n"
+        "from dslaunch.train.jit_ops import prepare_optimizer\n"
+        "try:\n    prepare_optimizer({'optimizer': {'type': 'AdamW'}})\n"
+        "except DslaunchError as error:\n    print(type(error).__name__, error.format())\n"
+    )
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops"), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**environment, "CXX": str(tmp_path / "broken")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "EnvironmentNotReady Error: DeepSpeed's fused_adam op could not be built: " in done.stdout, (
+        done.stderr
+    )
+    assert "fatal error: no_such.h" in done.stdout
+    assert "or set optimizer.params.torch_adam: true" in done.stdout
+
+
+class BareBuilder:
+    """Fails as DeepSpeed's builders do on a machine with a GPU and no CUDA toolkit."""
+
+    NAME = "fused_adam"
+
+    def load(self, verbose: bool) -> None:
+        from deepspeed.ops.op_builder.builder import MissingCUDAException
+
+        raise MissingCUDAException("CUDA_HOME does not exist, unable to compile CUDA op(s)")
+
+
+def test_a_missing_cuda_toolkit_is_one_sentence(ops_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "create_op_builder", lambda name: BareBuilder())
+    with pytest.raises(EnvironmentNotReady, match="fused_adam op could not be built: CUDA_HOME") as caught:
+        jit_ops.prepare_optimizer({"optimizer": {"type": "AdamW"}})
+    assert caught.value.hint is not None and "torch_adam: true" in caught.value.hint

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dslaunch.core.errors import ConfigError, DslaunchError
+from dslaunch.core.errors import ConfigError
+from dslaunch.core.model_path import model_kind
 from dslaunch.core.plan import ModelPlan
+from dslaunch.train import file_hash, gguf
 from dslaunch.train.adapters import GradientWitness, add_adapter, check_targets
 from dslaunch.train.gguf import convert_gguf, save_whole
-from dslaunch.train.model import check_vocabulary, load_base_model, load_model, load_tokenizer, model_kind
+from dslaunch.train.model import check_vocabulary, load_base_model, load_model, load_tokenizer
 from tests.support.plans import LORA, make_plan
+from tests.support.ranks import check_ranks, run_ranks
 from tests.support.tiny import make_tiny_model_dir, make_tiny_tokenizer
 
 
@@ -156,19 +159,82 @@ def test_one_adapter_name_that_matches_nothing_is_an_error(model_dir: Path, key:
     assert "down_proj" in caught.value.message  # the candidates are listed
 
 
+def _alone(values: list[float]) -> list[float]:
+    """The sum over one rank."""
+    return values
+
+
 def test_the_witness_sees_layers_that_get_no_gradient(model_dir: Path) -> None:
     model, _ = add_adapter(load_base_model(_plan(model_dir), torch.float32), LORA)
     ids = torch.arange(10).unsqueeze(0)
     witness = GradientWitness(model)
     model(input_ids=ids).logits.sum().backward()
-    witness.check()
+    assert witness.check(_alone) is None
     del model.base_model.model.model.layers[1:]  # the last layer drops out of the forward ...
     extra = add_adapter(load_base_model(_plan(model_dir), torch.float32), LORA)[0]
     model.unused = extra  # ... and its adapter stays in the model
     witness = GradientWitness(model)
     model(input_ids=ids).logits.sum().backward()
-    with pytest.raises(DslaunchError, match="no gradient reached"):
-        witness.check()
+    with pytest.raises(ConfigError, match="no gradient reached"):
+        witness.check(_alone)
+
+
+class _TwoParts(torch.nn.Module):
+    """Runs the part that is asked for, as a router does."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        parts = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(2)])
+        self.layer = torch.nn.ModuleDict({name: parts})
+
+    def forward(self, chosen: int) -> torch.Tensor:
+        (parts,) = self.layer.values()
+        result: torch.Tensor = parts[chosen](torch.ones(2)).sum()
+        return result
+
+
+def test_a_gradient_on_any_rank_counts() -> None:
+    model = _TwoParts("parts")
+    witness = GradientWitness(model)
+    model(0).backward()
+    with pytest.raises(ConfigError, match=r"1 trained parameters .* layer\.parts\.1\.weight"):
+        witness.check(_alone)
+    witness = GradientWitness(model)
+    model(0).backward()
+    assert witness.check(lambda mine: [a + b for a, b in zip(mine, [0.0, 1.0], strict=True)]) is None
+
+
+def test_an_expert_that_no_token_was_routed_to_is_only_told() -> None:
+    model = _TwoParts("experts")
+    witness = GradientWitness(model)
+    model(1).backward()
+    told = witness.check(_alone)
+    assert told is not None
+    assert "routed to 1 expert weights, e.g. layer.experts.0.weight" in told
+
+
+def test_partitioned_parameters_are_cast_with_their_shares(ops_dir: Path) -> None:
+    script = Path(__file__).with_name("rank_zero3_dtype.py")
+    check_ranks(run_ranks([script], world_size=1))
+
+
+def test_a_large_gguf_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def spy(path: Path) -> str:
+        read.append(path)
+        return "0"
+
+    monkeypatch.setattr(file_hash, "_REMEMBER_FROM_BYTES", 0)
+    monkeypatch.setattr(file_hash, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(file_hash, "_hash_content", spy)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    keys = {
+        gguf._key(tmp_path / "x.gguf", dtype, tmp_path / "models")
+        for dtype in (torch.float32, torch.float32, torch.bfloat16)
+    }
+    assert len(keys) == 2
+    assert read == [tmp_path / "x.gguf"]
 
 
 def test_model_kind(model_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from dslaunch.core.errors import EnvironmentNotReady, LaunchFailed
 from dslaunch.core.plan import RunPlan
+from dslaunch.core.run_dir import RunDir
 from dslaunch.train.failures import explain, report_failure
-from dslaunch.train.report import check_trackers, open_report
+from dslaunch.train.report import Report, check_trackers, open_report
 from tests.support.plans import make_plan, read_rows, save_plan
 
 
@@ -55,6 +57,22 @@ def test_tensorboard_has_the_numbers_and_forgets_what_a_resume_replaces(plan: Ru
     resumed.close()
     curves = EventAccumulator(str(Path(plan.launch.run_dir) / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in curves.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 33.0)]
+
+
+def test_trackers_get_finite_numbers_only(tmp_path: Path) -> None:
+    got: list[tuple[int, dict[str, float]]] = []
+
+    class Recorder:
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            got.append((step, dict(values)))
+
+        def close(self) -> None: ...
+
+    report = Report(RunDir(tmp_path), [Recorder()])
+    nan, inf = float("nan"), float("inf")
+    report.metrics("train", 3, loss=nan, grad_norm=inf, lr=1, skipped=True, data_digest="ab", clipped=None)
+    report.close()
+    assert got == [(3, {"train/lr": 1.0})]
 
 
 def test_a_tracker_that_is_not_installed() -> None:

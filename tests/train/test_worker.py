@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_stdout_of_rank_0_has_one_line_a_step(finished_runs: FinishedRuns) -> No
     assert all("loss" in line and "grad_norm" in line and "lr" in line for line in steps)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_to_one_rank_stops_all_at_one_checkpoint(
     ops_dir: Path, tmp_path: Path, inputs: tuple[Path, Path], name: str
 ) -> None:
@@ -119,7 +120,7 @@ def test_checkpoints_are_not_overwritten_without_resume(finished_runs: FinishedR
 
 
 def test_an_error_of_all_ranks_is_said_once(ops_dir: Path, tmp_path: Path, inputs: tuple[Path, Path]) -> None:
-    typo = LORA.__class__(type="lora", r=4, lora_alpha=8.0, lora_dropout=0.0, target_modules=("q_porj",))
+    typo = replace(LORA, target_modules=("q_porj",))
     plan = make_plan(tmp_path, *inputs, adapter=typo)
     results = run_ranks([*WORKER, save_plan(plan)], world_size=2)
     assert [r.returncode for r in results] == [2, 2]
@@ -130,6 +131,69 @@ def test_an_error_of_all_ranks_is_said_once(ops_dir: Path, tmp_path: Path, input
     errors = read_rows(Path(plan.launch.run_dir) / "events.jsonl", "rank_error")
     assert sorted(row["rank"] for row in errors) == [0, 1]
     assert {row["exit_code"] for row in errors} == {2}
+
+
+LEAVES_IN_A_HURRY = """
+import atexit, sys, torch
+from dslaunch.train.worker import leave, main
+def never_returns_under_nccl():
+    raise RuntimeError("waited for the other ranks")
+torch.distributed.destroy_process_group = never_returns_under_nccl
+atexit.register(print, "ended as usual", file=sys.stderr)
+leave(main(sys.argv[1:]))
+"""
+
+
+def test_a_failed_rank_leaves_without_the_others(
+    ops_dir: Path, tmp_path: Path, inputs: tuple[Path, Path]
+) -> None:
+    """Its error is told and its code kept, with the ranks connected; a good end is an orderly one."""
+    typo = replace(LORA, target_modules=("q_porj",))
+    plan = make_plan(tmp_path, *inputs, adapter=typo, world_size=1)
+    result = run_ranks(["-c", LEAVES_IN_A_HURRY, "--plan", save_plan(plan)], world_size=1)[0]
+    assert result.returncode == 2, result.stderr
+    assert "'q_porj' matches no layer" in result.stderr
+    assert "waited for the other ranks" not in result.stderr and "ended as usual" not in result.stderr
+
+
+def test_a_finished_rank_takes_the_group_down(
+    ops_dir: Path, tmp_path: Path, inputs: tuple[Path, Path]
+) -> None:
+    """Guards the test above: the stand-in is what a good end calls."""
+    plan = make_plan(tmp_path, *inputs, world_size=1, max_steps=2)
+    result = run_ranks(["-c", LEAVES_IN_A_HURRY, "--plan", save_plan(plan)], world_size=1)[0]
+    assert "waited for the other ranks" in result.stderr
+
+
+def test_it_never_trains_on_another_device_than_planned(tmp_path: Path, inputs: tuple[Path, Path]) -> None:
+    plan = make_plan(tmp_path, *inputs, world_size=1)
+    plan = replace(plan, launch=replace(plan.launch, device_type="cuda"))
+    result = run_ranks([*WORKER, save_plan(plan)], world_size=1)[0]
+    assert result.returncode == 3
+    assert "the plan is for device cuda, but DeepSpeed would run on cpu here (torch " in result.stderr
+    assert "DS_ACCELERATOR cpu)" in result.stderr and "unset DS_ACCELERATOR" in result.stderr
+    assert "loading" not in result.stderr
+
+
+BROKEN_TRACKER = """
+import sys
+from dslaunch.core.errors import EnvironmentNotReady
+from dslaunch.train import report, worker
+def log_in(*arguments, **more):
+    raise EnvironmentNotReady("wandb: not logged in", hint="wandb login")
+report.open_report = log_in
+worker.leave(worker.main(sys.argv[1:]))
+"""
+
+
+def test_a_tracker_that_cannot_log_in_fails_before_the_model_is_loaded(
+    ops_dir: Path, tmp_path: Path, inputs: tuple[Path, Path]
+) -> None:
+    plan = make_plan(tmp_path, *inputs, world_size=1)
+    result = run_ranks(["-c", BROKEN_TRACKER, "--plan", save_plan(plan)], world_size=1)[0]
+    assert result.returncode == 3
+    assert "wandb: not logged in" in result.stderr and "training data:" in result.stderr
+    assert "loading" not in result.stderr
 
 
 def test_a_missing_tracker_stops_the_run_before_it_loads_anything(

@@ -4,8 +4,16 @@
 (sizes, SHA-256); ``checkpoints/latest`` names the newest one and is replaced atomically.
 """
 
-from dslaunch.train.checkpoint.load import load_checkpoint
+from dslaunch.train.checkpoint.load import find_whole_checkpoint, load_checkpoint, restore_checkpoint
 from dslaunch.train.checkpoint.manifest import Manifest, latest_checkpoint, read_manifest
 from dslaunch.train.checkpoint.save import save_checkpoint
 
-__all__ = ["Manifest", "latest_checkpoint", "load_checkpoint", "read_manifest", "save_checkpoint"]
+__all__ = [
+    "Manifest",
+    "find_whole_checkpoint",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "read_manifest",
+    "restore_checkpoint",
+    "save_checkpoint",
+]

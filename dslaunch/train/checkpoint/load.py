@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dslaunch.core.errors import ConfigError
 from dslaunch.train import dist
 from dslaunch.train.checkpoint import rng
+from dslaunch.train.checkpoint.leftovers import restore_replaced
 from dslaunch.train.checkpoint.manifest import Manifest, candidates, find_fault, read_manifest
-from dslaunch.train.checkpoint.save import trainable_shapes
+from dslaunch.train.checkpoint.pickles import check_pickle
+from dslaunch.train.checkpoint.trained import trainable_shapes
 from dslaunch.train.engine import Engine
 
+Note = Callable[[str], None]
 
-def load_checkpoint(
-    engine: Engine, root: Path, *, on_note: Callable[[str], None] | None = None
-) -> dict[str, Any] | None:
+
+def load_checkpoint(engine: Engine, root: Path, *, on_note: Note | None = None) -> dict[str, Any] | None:
     """Restore the newest whole checkpoint under ``root``. Collective.
 
     Returns the ``extra`` that was saved with it, or None where there is no checkpoint
-    at all. One that is incomplete or damaged on any rank is passed over, with the
-    reason to ``on_note`` (without it: rank 0's stderr), and the one before it is tried.
-
-    Raises ConfigError where none is whole, or where world size, ZeRO stage, precision
-    or trained parameters differ from those saved; the engine is then untouched.
+    at all. Raises ConfigError as :func:`find_whole_checkpoint` and :func:`restore_checkpoint`.
     """
+    path = find_whole_checkpoint(root, on_note=on_note)
+    return None if path is None else dict(restore_checkpoint(engine, path).extra)
+
+
+def find_whole_checkpoint(root: Path, *, on_note: Note | None = None) -> Path | None:
+    """The newest whole checkpoint under ``root``, the same on every rank; None: there is none. Collective.
+
+    Every file is verified, each rank its share. A checkpoint that is incomplete or damaged
+    on any rank is passed over, with the reason to ``on_note`` (without it: rank 0's
+    stderr), and the one before it is tried. Raises ConfigError where none is whole.
+    """
+    rank = torch.distributed.get_rank()
     faults: list[str] = []
-    paths = dist.gather_objects([str(p) for p in candidates(root)])[0]
-    for path in map(Path, paths):
-        fault = _agreed_fault(engine, path)
+    for path in map(Path, dist.gather_objects(_paths_to_try(root, rank))[0]):
+        fault = _agreed(_fault(path, rank))
         if fault is None:
-            manifest = read_manifest(path)
-            _check_fits(engine, path, manifest)
-            _restore(engine, path, manifest)
-            return dict(manifest.extra)
+            return path
         faults.append(f"{path.name}: {fault}")
-        _tell(f"checkpoint {path.name} is passed over: {fault}", on_note, engine.rank)
+        _tell(f"checkpoint {path.name} is passed over: {fault}", on_note, rank)
     if faults:
         raise ConfigError(
             f"no whole checkpoint in {root}: {'; '.join(faults)}",
@@ -46,16 +55,60 @@ def load_checkpoint(
     return None
 
 
-def _agreed_fault(engine: Engine, path: Path) -> str | None:
-    """The first fault that any rank finds; the same answer on every rank."""
+def restore_checkpoint(engine: Engine, path: Path) -> Manifest:
+    """Load what :func:`find_whole_checkpoint` found into the engine; its manifest. Collective.
+
+    Raises ConfigError, with the engine untouched, where world size, ZeRO stage, precision or
+    trained parameters differ from those saved, or a file refers to what DeepSpeed does not pickle.
+    """
+    manifest = read_manifest(path)
+    _check_fits(engine, path, manifest)
+    _check_pickles(engine, path, manifest)
+    with dist.hold_deepspeeds_prints():
+        loaded, _ = engine.deepspeed.load_checkpoint(
+            str(path.parent), tag=path.name, load_module_strict=not manifest.trainable_only
+        )
+    if loaded is None:  # DeepSpeed's way to say that it found nothing
+        raise ConfigError(f"DeepSpeed loaded nothing from {path}")
+    rng.load_rng(path, engine.rank)
+    return manifest
+
+
+def _paths_to_try(root: Path, rank: int) -> list[str]:
+    if rank != 0:
+        return []
+    with contextlib.suppress(OSError):  # a directory that may only be read can still be loaded from
+        restore_replaced(root)
+    return [str(path) for path in candidates(root)]
+
+
+def _fault(path: Path, rank: int) -> str | None:
+    """The first fault of this rank's share of the files, or of all their sizes."""
     try:
         manifest = read_manifest(path)
-        mine = list(manifest.files)[engine.rank :: engine.world_size]
-        fault = find_fault(path, manifest, mine)
+        return find_fault(path, manifest, list(manifest.files)[rank :: torch.distributed.get_world_size()])
     except ConfigError as error:
-        fault = error.message
+        return error.message
+
+
+def _agreed(fault: str | None) -> str | None:
+    """The first fault that any rank has found; the same answer on every rank. Collective."""
     found = dist.gather_objects(fault)
     return next((f"{text} (seen by rank {rank})" for rank, text in enumerate(found) if text), None)
+
+
+def _check_pickles(engine: Engine, path: Path, manifest: Manifest) -> None:
+    """DeepSpeed unpickles these files. Each rank looks through its share first, and all agree."""
+    names = [name for name in manifest.files if name.endswith(".pt")]
+    problem = None
+    try:
+        for name in names[engine.rank :: engine.world_size]:
+            check_pickle(path / name)
+    except ConfigError as error:
+        problem = error.message
+    problem = _agreed(problem)
+    if problem is not None:
+        raise ConfigError(problem, hint="the file may run code when loaded: find out where it comes from")
 
 
 def _check_fits(engine: Engine, path: Path, manifest: Manifest) -> None:
@@ -84,17 +137,7 @@ def _check_trainable(path: Path, saved: dict[str, tuple[int, ...]], here: dict[s
             )
 
 
-def _restore(engine: Engine, path: Path, manifest: Manifest) -> None:
-    with dist.hold_deepspeeds_prints():
-        loaded, _ = engine.deepspeed.load_checkpoint(
-            str(path.parent), tag=path.name, load_module_strict=not manifest.trainable_only
-        )
-    if loaded is None:  # DeepSpeed's way to say that it found nothing
-        raise ConfigError(f"DeepSpeed loaded nothing from {path}")
-    rng.load_rng(path, engine.rank)
-
-
-def _tell(text: str, on_note: Callable[[str], None] | None, rank: int) -> None:
+def _tell(text: str, on_note: Note | None, rank: int) -> None:
     if on_note is not None:
         on_note(text)
     elif rank == 0:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError
 
 from dslaunch.core.atomic import fsync_directory, write_json, write_text
-from dslaunch.core.errors import EnvironmentNotReady
+from dslaunch.core.errors import EnvironmentNotReady, one_line
 from dslaunch.core.run_dir import checkpoint_step
 from dslaunch.train import dist
 from dslaunch.train.checkpoint import rng
+from dslaunch.train.checkpoint.leftovers import REPLACED, SAVING, remove_leftovers
 from dslaunch.train.checkpoint.manifest import (
     LATEST,
     MANIFEST,
@@ -25,10 +27,18 @@ from dslaunch.train.checkpoint.manifest import (
     list_files,
     read_manifest,
 )
+from dslaunch.train.checkpoint.trained import has_frozen, trainable_shapes
 from dslaunch.train.engine import Engine
 
-SAVING = ".saving-"
-REPLACED = ".replaced-"
+# What torch.save says when it cannot write: caffe2/serialize/inline_container.cc and C++ streams.
+_TORCH_WRITE_ERRORS = (
+    "iostream",
+    "pytorchstreamwriter",
+    "inline_container",
+    "file write failed",
+    "cannot be opened",
+    "parent directory",
+)
 _DEEPSPEED_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # copies that DeepSpeed leaves in the root
 
 
@@ -56,7 +66,7 @@ def save_checkpoint(
             str(root),
             tag=temporary.name,
             save_latest=False,
-            exclude_frozen_parameters=_has_frozen(engine),
+            exclude_frozen_parameters=has_frozen(engine.module),
         )
         rng.save_rng(temporary, engine.rank)
     dist.barrier(f"the end of writing the checkpoint of step {step}")
@@ -76,8 +86,7 @@ def _prepare_root(engine: Engine, root: Path) -> None:
     if engine.rank == 0:
         try:
             root.mkdir(parents=True, exist_ok=True)
-            for left in [*root.glob(f"{SAVING}*"), *root.glob(f"{REPLACED}*")]:
-                shutil.rmtree(left)
+            remove_leftovers(root)
             problem = _missing_space(engine, root)
         except OSError as error:
             problem = f"cannot write in {root}: {error.strerror}"
@@ -110,25 +119,16 @@ def expected_bytes(engine: Engine, root: Path) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12) for p in trained)
 
 
-def trainable_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name -> full shape of each parameter that requires a gradient (also when partitioned)."""
-    return {
-        name: tuple(getattr(p, "ds_shape", p.shape))
-        for name, p in module.named_parameters()
-        if p.requires_grad
-    }
-
-
-def _has_frozen(engine: Engine) -> bool:
-    return any(not p.requires_grad for p in engine.module.parameters())
-
-
 def _hash_shared_out(engine: Engine, temporary: Path) -> dict[str, FileEntry]:
-    """Sync and hash every file once, each rank its share."""
-    names = list_files(temporary)
+    """Sync and hash every file once, each rank its share.
+
+    On a network disk a rank may not yet list what another has just written. So what any
+    rank sees counts, and all divide the same list; a file that cannot be opened is an error.
+    """
+    names = sorted({name for seen in dist.gather_objects(list_files(temporary)) for name in seen})
     mine = hash_files(temporary, names[engine.rank :: engine.world_size], sync=True)
     merged = {name: entry for part in dist.gather_objects(mine) for name, entry in part.items()}
-    return dict(sorted(merged.items()))
+    return {name: merged[name] for name in names}
 
 
 def _manifest(engine: Engine, step: int, extra: dict[str, Any], files: dict[str, FileEntry]) -> Manifest:
@@ -140,7 +140,7 @@ def _manifest(engine: Engine, step: int, extra: dict[str, Any], files: dict[str,
         zero_stage=engine.zero_stage,
         precision=engine.precision,
         deepspeed_version=str(deepspeed.__version__),
-        trainable_only=_has_frozen(engine),
+        trainable_only=has_frozen(engine.module),
         trainable=trainable_shapes(engine.module),
         extra=extra,
         files=files,
@@ -173,12 +173,22 @@ def _prune(root: Path, step: int, keep: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _write_errors(temporary: Path) -> Any:
-    """A failed write becomes one sentence. torch reports a full disk as a RuntimeError."""
+def _write_errors(temporary: Path) -> Iterator[None]:
+    """A failed write becomes one sentence; a lost rank, a RuntimeError or OSError too, stays what it is."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not _is_write_error(error):
+            raise
         raise EnvironmentNotReady(
-            f"the checkpoint could not be written to {temporary}: {dist.first_line(error)}",
+            f"the checkpoint could not be written to {temporary}: {one_line(error)}",
             hint="see that the disk has room; the checkpoints before it are untouched",
         ) from error
+
+
+def _is_write_error(error: Exception) -> bool:
+    """torch reports a full disk as a RuntimeError of its zip writer, and collectives theirs as one too."""
+    if isinstance(error, RuntimeError):
+        text = str(error).lower()
+        return any(sign in text for sign in _TORCH_WRITE_ERRORS)
+    return not isinstance(error, (ConnectionError, TimeoutError))

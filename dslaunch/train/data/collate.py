@@ -61,6 +61,29 @@ class Batch:
             "use_cache": False,
         }
 
+    def in_one_row(self) -> Batch:
+        """The same tokens as a single row, one row after the other. Packed batches only."""
+        assert self.attention_mask is None
+        return replace(
+            self,
+            input_ids=self.input_ids.reshape(1, -1),
+            position_ids=self.position_ids.reshape(1, -1),
+            targets=self.targets.reshape(1, -1),
+        )
+
+
+def lay_out_for(model: torch.nn.Module, batch: Batch) -> Batch:
+    """``batch`` as ``model``'s attention needs it to keep packed samples apart.
+
+    FlashAttention looks for restarting positions only in a batch of one row
+    (transformers/modeling_flash_attention_utils.py, _is_packed_sequence); with
+    more rows packed samples would see each other. It costs it nothing: attention
+    is computed per sample. Other kinds get their mask from the positions of each
+    row, and one long row would only make that mask larger.
+    """
+    kind = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    return batch.in_one_row() if batch.attention_mask is None and "flash" in kind else batch
+
 
 def collate(
     units: Sequence[Sequence[Sample]], *, pad_token_id: int, packed: bool, pad_to_multiple_of: int = 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -12,9 +14,9 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from dslaunch.core.errors import ConfigError, ConfigErrors, EnvironmentNotReady
+from dslaunch.core.file_lock import exclusive, is_held, poll
 from dslaunch.core.plan import DataSource
 from dslaunch.train.data.collate import Sample
-from dslaunch.train.data.file_lock import WaitNotice, exclusive, is_held
 from dslaunch.train.data.fingerprint import (
     CODE_VERSION,
     digest,
@@ -29,6 +31,7 @@ from dslaunch.train.data.report import ANSWER_CUT, NO_ANSWER, DataReport, Source
 from dslaunch.train.data.sources import iterate_records
 from dslaunch.train.data.token_store import StoreWriter, TokenStore, translated_disk_errors, write_store
 from dslaunch.train.data.tokenize import SampleTokenizer, check_tokenizer
+from dslaunch.train.waiting import waiting_for
 
 __all__ = ["Sample", "TokenizedDataset", "prepare_dataset", "prepare_on_rank"]
 
@@ -166,16 +169,25 @@ def _source_keys(
 
 
 def _await_builder(paths: Sequence[Path]) -> None:
-    notice = WaitNotice("waiting for the rank that tokenises the data")
-    idle_ticks = 0
-    while missing := [path for path in paths if not (path / "meta.json").exists()]:
-        notice.tick()
-        idle_ticks = 0 if any(is_held(_lock_of(path)) for path in missing) else idle_ticks + 1
-        if idle_ticks * notice.poll_s > _BUILDER_GONE_S:
+    seen_at_work = time.monotonic()
+
+    def is_built() -> bool:
+        nonlocal seen_at_work
+        missing = [path for path in paths if not (path / "meta.json").exists()]
+        if any(is_held(_lock_of(path)) for path in missing):
+            seen_at_work = time.monotonic()
+        elif missing and time.monotonic() - seen_at_work > _BUILDER_GONE_S:
             raise EnvironmentNotReady(
                 "the rank that tokenises the data has stopped before it was done",
                 hint="see that rank's log for its error",
             )
+        return not missing
+
+    def say(waited_s: float) -> None:
+        text = f"waiting for the rank that tokenises the data ({waited_s:.0f} s)"
+        print(text, file=sys.stderr, flush=True)
+
+    poll(is_built, on_wait=say)
 
 
 def _lock_of(path: Path) -> Path:
@@ -189,7 +201,8 @@ def _open_or_build(
     max_length: int,
     progress: Progress | None,
 ) -> TokenStore:
-    with translated_disk_errors(path.parent), exclusive(_lock_of(path), f"tokenising {source.path}"):
+    lock = exclusive(_lock_of(path), on_wait=waiting_for(f"tokenising {source.path}"))
+    with translated_disk_errors(path.parent), lock:
         store = _open_if_whole(path)
         if store is None:
             _build(source, path, tokenizer, max_length, progress)

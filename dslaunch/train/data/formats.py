@@ -8,8 +8,9 @@
 | prompt_completion   | prompt, completion: both texts or both message lists [, tools] |
 | text                | text                                                           |
 
-``auto`` takes the first of these, in this order, whose columns a record has.
-Other columns (ids, scores) are let be.
+``auto`` takes the first of these, in this order, whose columns a record has. For
+``tools`` there may be ``functions``, as OpenAI's older records have it. Other
+columns (ids, scores) are let be.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _SPEAKERS = {
     "model": "assistant",
     "system": "system",
     "tool": "tool",
+    "function": "tool",
     "observation": "tool",
     "function_response": "tool",
     "function_call": "function_call",
@@ -53,7 +55,7 @@ class Conversation:
     """Chat messages in the chat template's terms.
 
     ``trained`` [len(messages)] is True for the messages whose text is learned;
-    only assistant messages can be. ``plain`` is what to train on where the
+    only assistant messages that say something can be. ``plain`` is what to train on where the
     tokenizer has no chat template: (prompt, completion), or None where the
     messages make sense only through a template.
     """
@@ -107,7 +109,7 @@ def _detect(value: Mapping[str, Any], where: str) -> Format:
 
 def _parse_messages(value: Mapping[str, Any], where: str) -> Conversation:
     messages, trained = parse_messages(value["messages"], f"{where}: messages")
-    return Conversation(messages, trained, parse_tools(value.get("tools"), where))
+    return Conversation(messages, trained, parse_tools(value, where))
 
 
 def _parse_conversations(value: Mapping[str, Any], where: str) -> Conversation:
@@ -119,7 +121,7 @@ def _parse_conversations(value: Mapping[str, Any], where: str) -> Conversation:
     if system:
         raw.insert(0, {"role": "system", "content": system})
     messages, trained = parse_messages(raw, f"{where}: conversations")
-    return Conversation(messages, trained, parse_tools(value.get("tools"), where))
+    return Conversation(messages, trained, parse_tools(value, where))
 
 
 def _translate_turn(turn: Any, where: str) -> Any:
@@ -167,7 +169,7 @@ def _parse_history(history: Any, where: str) -> list[dict[str, Any]]:
 
 def _parse_prompt_completion(value: Mapping[str, Any], where: str) -> Conversation:
     prompt, completion = value["prompt"], value["completion"]
-    tools = parse_tools(value.get("tools"), where)
+    tools = parse_tools(value, where)
     if isinstance(prompt, str) and isinstance(completion, str):
         raw = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         messages, trained = parse_messages(raw, where)

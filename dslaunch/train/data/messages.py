@@ -9,6 +9,8 @@ from typing import Any
 from dslaunch.core.errors import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_OLD_ROLES = {"function": "tool"}  # OpenAI's, from before there were tools
+_SCHEMAS_HINT = "give a list of objects with a name; rename the column if it is about something else"
 
 Message = dict[str, Any]
 
@@ -16,11 +18,13 @@ Message = dict[str, Any]
 def parse_messages(raw: Any, where: str) -> tuple[tuple[Message, ...], tuple[bool, ...]]:
     """Checked messages, and for each whether it is trained.
 
-    Assistant messages are trained unless their ``weight`` is 0 (OpenAI's key).
+    Assistant messages are trained unless their ``weight`` is 0 (OpenAI's key) or
+    they say nothing: to learn the end of turn alone is to learn to be silent.
     ``content`` comes out as text, also where it was a list of text parts; tool
     calls come out as ``{"type": "function", "function": {"name", "arguments"}}``
     with ``arguments`` an object, also where it was JSON text, as templates
-    would encode such a text twice. Other keys of a message pass to the template.
+    would encode such a text twice. So does OpenAI's older ``function_call``, and
+    the role ``function`` as ``tool``. Other keys of a message pass to the template.
 
     Raises ConfigError with ``where`` and the index of the bad message.
     """
@@ -33,17 +37,29 @@ def parse_messages(raw: Any, where: str) -> tuple[tuple[Message, ...], tuple[boo
     return messages, trained
 
 
-def parse_tools(raw: Any, where: str) -> tuple[Mapping[str, Any], ...] | None:
-    """The ``tools`` column: a list of JSON schemas, or that list as JSON text. None where absent or empty."""
+def parse_tools(record: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...] | None:
+    """The schemas of the ``tools`` column: a list, or that list as JSON text. None where absent or empty.
+
+    OpenAI's older ``functions`` column, bare schemas, is taken as well. Raises
+    ConfigError where a column is no list of objects, or a record has both.
+    """
+    tools = _parse_schemas(record.get("tools"), f"{where}: tools")
+    functions = _parse_schemas(record.get("functions"), f"{where}: functions")
+    if tools and functions:
+        raise ConfigError(f"{where}: a record has both tools and functions; keep one of the columns")
+    return tools or tuple({"type": "function", "function": schema} for schema in functions) or None
+
+
+def _parse_schemas(raw: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     if isinstance(raw, str) and raw.strip():
         try:
             raw = json.loads(raw)
         except ValueError:
-            raise ConfigError(f"{where}: tools is a text, but not JSON") from None
+            raise ConfigError(f"{where} is a text, but not JSON", hint=_SCHEMAS_HINT) from None
     if not raw:
-        return None
-    if not isinstance(raw, list) or not all(isinstance(tool, dict) for tool in raw):
-        raise ConfigError(f"{where}: tools must be a list of JSON schemas")
+        return ()
+    if not isinstance(raw, list) or not all(isinstance(schema, dict) for schema in raw):
+        raise ConfigError(f"{where} must be a list of JSON schemas", hint=_SCHEMAS_HINT)
     return tuple(raw)
 
 
@@ -51,19 +67,34 @@ def _parse_message(raw: Any, where: str) -> Message:
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: a message must be an object with role and content")
     message = {key: value for key, value in raw.items() if value is not None}
-    role = message.get("role")
-    if role not in ROLES:
-        raise ConfigError(f"{where}: unknown role {role!r}", hint=f"roles are {', '.join(ROLES)}")
-    calls = message.pop("tool_calls", None)
+    role = message["role"] = _parse_role(message.get("role"), where)
+    calls = _take_calls(message, where)
     if calls:
         if role != "assistant":
             raise ConfigError(f"{where}: only an assistant message can have tool_calls")
-        message["tool_calls"] = _parse_tool_calls(calls, where)
+        message["tool_calls"] = calls
     if "content" not in message and not calls:
         raise ConfigError(f"{where}: a message needs content")
     # Many templates join content without asking whether it is there.
     message["content"] = _parse_content(message.get("content", ""), where)
     return message
+
+
+def _parse_role(role: Any, where: str) -> str:
+    role = _OLD_ROLES.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise ConfigError(f"{where}: unknown role {role!r}", hint=f"roles are {', '.join(ROLES)}")
+    return str(role)
+
+
+def _take_calls(message: Message, where: str) -> list[dict[str, Any]]:
+    """What a message calls, taken out of it: its ``tool_calls``, or the one ``function_call``."""
+    calls, old = message.pop("tool_calls", None), message.pop("function_call", None)
+    if calls and old:
+        raise ConfigError(f"{where}: a message has both tool_calls and function_call; keep one of them")
+    if old:
+        return [_parse_tool_call(old, f"{where}.function_call")]
+    return _parse_tool_calls(calls, where) if calls else []
 
 
 def _parse_content(content: Any, where: str) -> str:
@@ -110,4 +141,9 @@ def _is_trained(message: Mapping[str, Any], where: str) -> bool:
     weight = message.get("weight", 1)
     if weight not in (0, 1) or (weight is True or weight is False):
         raise ConfigError(f"{where}: weight must be 0 or 1, found {weight!r}")
-    return bool(message["role"] == "assistant" and weight == 1)
+    return bool(message["role"] == "assistant" and weight == 1 and _says_something(message))
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    said = (message["content"], message.get("reasoning_content"))
+    return bool(message.get("tool_calls")) or any(isinstance(text, str) and text.strip() for text in said)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from dslaunch.core.errors import ConfigError
+from dslaunch.core.errors import ConfigError, one_line
 from dslaunch.train.data.formats import Conversation, TextSample
 
 Span = tuple[int, int]
@@ -70,6 +70,8 @@ class Renderer:
                 hint="set model.chat_template to a Jinja file, or use prompt/completion data",
             )
         prompt, completion = parsed.plain
+        if not any(parsed.trained):  # an empty completion: nothing but EOS would be learned
+            return Rendered(prompt, (), templated=False, add_eos=False)
         end = len(prompt) + len(completion)
         return Rendered(prompt + completion, ((len(prompt), end),), templated=False, add_eos=True)
 
@@ -91,7 +93,8 @@ class Renderer:
         # The model must learn to stop, also where the template writes no end of turn.
         ends_the_text = wanted[-1] == len(chat.messages) - 1
         add_eos = ends_the_text and not whole[slice(*spans[-1])].rstrip().endswith(self._special)
-        return Rendered(whole, tuple(spans), templated=True, add_eos=add_eos)
+        spans = [span for span in spans if not self._is_bare_end(whole[slice(*span)])]
+        return Rendered(whole, tuple(spans), templated=True, add_eos=add_eos and bool(spans))
 
     def _template(self, chat: Conversation) -> str:
         return str(self._tokenizer.get_chat_template(None, tools=_list_or_none(chat.tools)))
@@ -107,9 +110,8 @@ class Renderer:
                 add_generation_prompt=generation_prompt,
             )
         except Exception as error:  # a template is a program of the user's: it may raise anything
-            problem = " ".join(str(error).split())
             raise ConfigError(
-                f"{where}: the chat template refuses these messages: {problem}",
+                f"{where}: the chat template refuses these messages: {one_line(error)}",
                 hint="check the roles and their order, or give another model.chat_template",
             ) from error
         assert isinstance(text, str)
@@ -193,6 +195,12 @@ class Renderer:
             return start, follows.end()
         stripped = start + len(whole[start:end].rstrip())
         return (start, stripped) if whole[start:stripped].endswith(self._special) else span
+
+    def _is_bare_end(self, answer: str) -> bool:
+        """Nothing but ends of turn: what the message says is not written here (an old turn's reasoning)."""
+        for token in self._end_of_turn_tokens():
+            answer = answer.replace(token, "")
+        return not answer.strip()
 
     def _end_of_turn_tokens(self) -> tuple[str, ...]:
         """What ends an answer: EOS, and the special token this template writes after a lone answer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-NO_ANSWER = "it has no answer"
+NO_ANSWER = "it has no answer, or an empty one"
 ANSWER_CUT = "truncation took all of its answer"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady, one_line
 from dslaunch.core.plan import DataSource
 from dslaunch.train.data.json_array import iterate_json_array
 from dslaunch.train.data.records import Record
@@ -52,11 +52,11 @@ def load_dataset(source: DataSource) -> Any:
     except Exception as error:  # unknown id or split, no network, a loading script, ...: many kinds
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise EnvironmentNotReady(
-                f"data set {source.path!r} could not be fetched: {_one_line(error)}",
+                f"data set {source.path!r} could not be fetched: {one_line(error)}",
                 hint="download it on a machine with network, or give a local file",
             ) from error
         raise ConfigError(
-            f"data set {source.path!r}, split {source.split!r}: {_one_line(error)}",
+            f"data set {source.path!r}, split {source.split!r}: {one_line(error)}",
             hint="check the id and the split; a local file or directory must exist",
         ) from error
 
@@ -82,7 +82,7 @@ def _iterate_dataset(dataset: Any, name: str) -> Iterator[Record]:
             number += 1
             yield Record(f"{name} row {number}", drop_nulls(value))
     except Exception as error:  # a streamed file is parsed only now; each format has its own errors
-        raise ConfigError(f"{name} cannot be read after row {number}: {_one_line(error)}") from error
+        raise ConfigError(f"{name} cannot be read after row {number}: {one_line(error)}") from error
 
 
 def _iterate_file(path: Path) -> Iterator[Record]:
@@ -120,7 +120,7 @@ def _iterate_json_lines(path: Path) -> Iterator[Record]:
             except StopIteration:
                 return
             except (OSError, EOFError) as error:  # a truncated or damaged gzip file
-                raise ConfigError(f"data file {path} cannot be read: {_one_line(error)}") from None
+                raise ConfigError(f"data file {path} cannot be read: {one_line(error)}") from None
             if number == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             if raw.strip():
@@ -173,7 +173,7 @@ def _iterate_parquet(path: Path) -> Iterator[Record]:
                     yield Record(f"{path} row {number}", drop_nulls(value))
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(
-            f"data file {path} after row {number} is not readable parquet: {_one_line(error)}"
+            f"data file {path} after row {number} is not readable parquet: {one_line(error)}"
         ) from None
 
 
@@ -186,11 +186,11 @@ def _load_directory(path: Path, split: str) -> Any:
         try:
             return datasets.load_dataset(str(path), split=split, streaming=True)
         except Exception as error:  # datasets raises its own kinds for every sort of bad folder
-            raise ConfigError(f"data directory {path}, split {split!r}: {_one_line(error)}") from error
+            raise ConfigError(f"data directory {path}, split {split!r}: {one_line(error)}") from error
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # arrow, JSON and OS errors alike mean a damaged directory
-        raise ConfigError(f"data directory {path} cannot be read: {_one_line(error)}") from error
+        raise ConfigError(f"data directory {path} cannot be read: {one_line(error)}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise ConfigError(
@@ -198,7 +198,3 @@ def _load_directory(path: Path, split: str) -> Any:
             )
         return loaded[split]
     return loaded
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -15,8 +15,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,10 +23,10 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from dslaunch.core.atomic import fsync_directory
 from dslaunch.core.errors import EnvironmentNotReady
 from dslaunch.train.data.collate import Sample
 from dslaunch.train.data.report import SourceReport
+from dslaunch.train.publish import new_directory
 
 _ARRAYS = {"tokens": np.int32, "mask": np.uint8, "offsets": np.int64, "supervised": np.int32}
 
@@ -93,25 +91,13 @@ def write_store(path: Path) -> Iterator[StoreInProgress]:
     The caller holds the lock of ``path``. Raises EnvironmentNotReady when the
     disk is full or not writable.
     """
-    building = path.with_name(f"{path.name}.building")
-    try:
-        with translated_disk_errors(path.parent):
-            for leftover in (building, path):  # of a killed process; a store with files missing
-                if leftover.exists():
-                    shutil.rmtree(leftover)
-            building.mkdir(parents=True)
-            with ExitStack() as stack:
-                files = {name: stack.enter_context(open(building / f"{name}.bin", "wb")) for name in _ARRAYS}
-                store = StoreInProgress(StoreWriter(files))
-                yield store
-                for stream in files.values():
-                    _sync(stream)
-            assert store.report is not None
-            _write_meta(building, store.report)
-            os.replace(building, path)
-            fsync_directory(path.parent)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    with translated_disk_errors(path.parent), new_directory(path, locked=True) as folder:
+        with ExitStack() as stack:
+            files = {name: stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in _ARRAYS}
+            store = StoreInProgress(StoreWriter(files))
+            yield store
+        assert store.report is not None
+        _write_meta(folder, store.report)
 
 
 @contextmanager
@@ -133,15 +119,8 @@ def translated_disk_errors(cache_dir: Path) -> Iterator[None]:
 
 def _write_meta(folder: Path, report: SourceReport) -> None:
     sizes = {name: (folder / f"{name}.bin").stat().st_size for name in _ARRAYS}
-    with open(folder / "meta.json", "wb") as stream:
-        stream.write(json.dumps({"sizes": sizes, "report": dataclasses.asdict(report)}, indent=2).encode())
-        _sync(stream)
-    fsync_directory(folder)
-
-
-def _sync(stream: IO[bytes]) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
+    text = json.dumps({"sizes": sizes, "report": dataclasses.asdict(report)}, indent=2)
+    (folder / "meta.json").write_text(text, encoding="utf-8")
 
 
 def _map_array(path: Path, kind: Any, size: int) -> npt.NDArray[Any]:

@@ -94,6 +94,17 @@ def refuse_fp16_autocast_under_zero(config: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_unmeasured_gradients(config: Mapping[str, Any]) -> None:
+    """``compute_grad_norm: false`` leaves no norm to report, nor to find inf and nan by."""
+    block = config.get("zero_optimization")
+    if isinstance(block, Mapping) and block.get("compute_grad_norm") is False:
+        raise ConfigError(
+            "zero_optimization.compute_grad_norm is false: each step's norm is reported, and non-finite "
+            "gradients are found by it",
+            hint="leave compute_grad_norm out",
+        )
+
+
 def run_16bit_stage_0_as_stage_1(
     config: dict[str, Any], optimizer_name: str | None
 ) -> tuple[dict[str, Any], str | None]:

@@ -10,19 +10,30 @@ SkipReason = Literal["overflow", "non-finite gradient"]
 
 
 class PendingSum:
-    """A small vector on its way through an all-reduce; waited for when first read."""
+    """A small vector on its way through an all-reduce and, from a GPU, to the host.
+
+    The copy to the host is queued at once, right behind the all-reduce. So reading it
+    waits for these two alone: a plain ``tolist()`` would wait for all that was queued
+    on the GPU since, the next step included.
+    """
 
     def __init__(self, vector: torch.Tensor, work: Any) -> None:
         self._vector = vector
-        self._work = work
         self._values: list[float] | None = None
+        if vector.device.type == "cpu":
+            self._wait = work.wait
+            return
+        work.wait()  # with NCCL the stream waits, not this thread
+        self._vector = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+        self._vector.copy_(vector, non_blocking=True)
+        copied = torch.Event(vector.device)
+        copied.record()
+        self._wait = copied.synchronize
 
     def values(self) -> list[float]:
         """The summed vector as floats. Only the first call waits."""
         if self._values is None:
-            if self._work is not None:
-                self._work.wait()
-                self._work = None
+            self._wait()
             self._values = [float(value) for value in self._vector.tolist()]
         return self._values
 
@@ -41,8 +52,10 @@ class StepResult:
     ``num_tokens``: supervised tokens in the window, over all ranks; None after ``backward``.
     ``flag``: whether any rank called ``step(flag=True)`` in this window.
 
-    ``loss``, ``flag`` and the norms become floats on first access: until then reading
-    nothing costs nothing. Every rank may read or not read as it likes.
+    ``loss``, ``flag`` and the norms become floats on first access, which waits for this
+    step's all-reduce (``grad_norm``: for the whole step); every rank may read or not read
+    as it likes. A loop that acts on the flag of the step **before** the one it has just
+    issued therefore never makes a GPU wait: that all-reduce is long done.
     """
 
     __slots__ = (

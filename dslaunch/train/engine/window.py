@@ -49,5 +49,4 @@ class Window:
         loss = self._loss if self._loss is not None else torch.zeros_like(flag)
         vector = torch.stack([loss, flag])
         self._clear()
-        work = torch.distributed.all_reduce(vector, async_op=True)
-        return PendingSum(vector, work)
+        return PendingSum(vector, torch.distributed.all_reduce(vector, async_op=True))

@@ -9,18 +9,20 @@ from typing import Any
 import torch
 
 from dslaunch.losses.sft import IGNORE_INDEX, TokenLoss, token_nll
-from dslaunch.train.data.collate import Batch
+from dslaunch.train.data.collate import Batch, lay_out_for
 
 
 class SftObjective:
     """Runs the model on a batch and gives (sum, count) of the negative log-likelihood.
 
     ``forward``: the engine (or a bare model); ``model``: the module whose
-    signature tells whether it can leave positions out of its output head.
+    signature tells whether it can leave positions out of its output head, and
+    whose kind of attention decides how packed rows are laid out.
     """
 
     def __init__(self, forward: Callable[..., Any], model: torch.nn.Module, device: torch.device) -> None:
         self._forward = forward
+        self._model = model
         self._device = device
         self._keeps_logits = takes_logits_to_keep(model)
 
@@ -31,6 +33,7 @@ class SftObjective:
         a small model is most of the work. The choice is made on the CPU, before
         the batch moves: it costs no wait for the device.
         """
+        batch = lay_out_for(self._model, batch)
         targets = batch.targets
         inputs = batch.to(self._device).model_inputs()
         if self._keeps_logits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -19,7 +20,8 @@ import torch
 from dslaunch.core.plan import SchedulerPlan
 from dslaunch.losses.sft import token_nll
 from dslaunch.train import dist
-from dslaunch.train.checkpoint import load_checkpoint, save_checkpoint
+from dslaunch.train.checkpoint import load_checkpoint, read_manifest, save, save_checkpoint
+from dslaunch.train.checkpoint.manifest import hash_files
 from dslaunch.train.engine import Engine
 from dslaunch.train.schedule import build_scheduler_factory
 from tests.train.rank_cases import (
@@ -312,6 +314,74 @@ def disk_full() -> dict[str, Any]:
         return {"error": error, "latest": latest, "intact": intact, "left": left}
 
 
+def interrupted() -> dict[str, Any]:
+    """Killed between the two renames of saving step 2 again: what was moved aside is taken back."""
+    with engine_for(OneWeight(size=3), config(2)) as engine:
+        root = two_saved("interrupted", engine)
+        on_rank_0(lambda: (root / "step-2").rename(root / ".replaced-step-2"))
+        loaded = load_checkpoint(engine, root)
+        on_rank_0(lambda: (root / "step-2").rename(root / ".replaced-step-2"))
+        save_checkpoint(engine, root, 3, extra={})
+        return {"loaded": loaded, "left": sorted(p.name for p in root.iterdir())}
+
+
+def stale_listing() -> dict[str, Any]:
+    """As on a network disk: no rank lists yet what the other has written last."""
+    real = save.list_files
+
+    def without_the_others(checkpoint: Path) -> list[str]:
+        unseen = (f"zero_pp_rank_{1 - RANK}_", f"rng/rank-{1 - RANK}")
+        return [name for name in real(checkpoint) if not name.startswith(unseen)]
+
+    root = OUT / "stale"
+    with engine_for(OneWeight(size=3), config(2)) as engine:
+        save.list_files = without_the_others
+        try:
+            path = save_checkpoint(engine, root, 1, extra={})
+        finally:
+            save.list_files = real
+    return {"manifest": sorted(read_manifest(path).files), "there": real(path)}
+
+
+class Touch:
+    """Pickled, it runs code when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return (os.system, (f"touch {OUT}/code-ran",))
+
+
+def foreign_pickle() -> dict[str, Any]:
+    """One shard refers to os.system, and the manifest agrees with it."""
+    with engine_for(OneWeight(size=3), config(2)) as engine:
+        root = two_saved("foreign", engine)
+
+    def poison() -> None:
+        path = shard(root, 1)
+        torch.save({**torch.load(path, weights_only=False), "more": Touch()}, path)
+        manifest = root / "step-2" / "manifest.json"
+        value = json.loads(manifest.read_text())
+        name = path.relative_to(root / "step-2").as_posix()
+        value["files"][name] = dataclasses.asdict(hash_files(root / "step-2", [name], sync=False)[name])
+        manifest.write_text(json.dumps(value))
+
+    on_rank_0(poison)
+    with engine_for(OneWeight(size=3), config(2)) as engine:
+        error = error_of(lambda: load_checkpoint(engine, root))
+        return {"error": error, "ran": (OUT / "code-ran").exists(), "weight": master(engine.module.w)[0]}
+
+
+def lost_peer() -> str:
+    """A collective inside the save that fails as gloo does when the other rank is gone."""
+    text = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
+
+    def gone(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError(text)
+
+    with engine_for(OneWeight(), config(1)) as engine:
+        engine.deepspeed.save_checkpoint = gone
+        return error_of(lambda: save_checkpoint(engine, OUT / "lost", 1, extra={}))
+
+
 def no_room() -> str:
     """The disk is smaller than the checkpoint (a model that claims to be huge)."""
     with engine_for(OneWeight(), config(1)) as engine:
@@ -350,6 +420,10 @@ def all_cases() -> dict[str, Case]:
     cases["mismatch"] = mismatches
     cases["pruned"] = pruned
     cases["full"] = disk_full
+    cases["interrupted"] = interrupted
+    cases["stale-listing"] = stale_listing
+    cases["foreign-pickle"] = foreign_pickle
+    cases["lost-peer"] = lost_peer
     cases["no-room"] = no_room
     cases["not-writable"] = not_writable
     cases["missing-rank"] = missing_rank

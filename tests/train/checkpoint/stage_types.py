@@ -1,4 +1,4 @@
-"""Run as one rank: the type of the stage in bare DeepSpeed's checkpoint state, and in ours; JSON on stdout."""
+"""Run as one rank: the type of the stage in a bare checkpoint state and in ours; prints JSON."""
 
 from __future__ import annotations
 

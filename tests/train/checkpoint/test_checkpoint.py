@@ -9,7 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
+from dslaunch.core.errors import EnvironmentNotReady
+from dslaunch.train.checkpoint.save import _write_errors
 from tests.train.case_results import CaseResults, run_case_ranks
 
 PRECISIONS = ("fp32", "bf16", "bf16-accum32", "fp16")
@@ -156,6 +159,48 @@ def test_a_failed_write_leaves_the_old_checkpoint_and_the_next_save_works(saved:
     assert result["latest"] == "step-2\n"
     assert result["intact"] == {"step": 2}
     assert [n for n in result["left"] if n.startswith((".", "step"))] == ["step-1", "step-2", "step-4"]
+
+
+def test_a_save_killed_between_its_renames_loses_nothing(saved: CaseResults) -> None:
+    for rank in range(saved.world_size):
+        result = saved.of_rank(rank, "interrupted")
+        assert result["loaded"] == {"step": 2}
+        assert [n for n in result["left"] if n.startswith((".", "step"))] == ["step-1", "step-2", "step-3"]
+
+
+def test_every_file_is_in_the_manifest_where_ranks_list_different_ones(saved: CaseResults) -> None:
+    result = saved["stale-listing"]
+    assert any("rank_1" in name for name in result["there"])
+    assert result["manifest"] == result["there"]
+
+
+def test_a_foreign_pickle_is_refused_before_it_runs(saved: CaseResults) -> None:
+    for rank in range(saved.world_size):
+        result = saved.of_rank(rank, "foreign-pickle")
+        assert result["error"].startswith("ConfigError: ") and "refers to posix.system" in result["error"]
+        assert (result["ran"], result["weight"]) == (False, 0.0)
+
+
+def test_a_lost_rank_is_not_taken_for_a_full_disk(saved: CaseResults) -> None:
+    assert saved["lost-peer"].startswith("RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_write"),
+    [
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"), True),
+        (RuntimeError("basic_ios::clear: iostream error"), True),
+        (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), True),
+        (SafetensorError("Error while serializing: I/O error: No space left on device"), True),
+        (OSError(28, "No space left on device"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), False),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), False),
+        (ValueError("a bug"), False),
+    ],
+)
+def test_which_errors_are_failed_writes(tmp_path: Path, error: Exception, is_write: bool) -> None:
+    with pytest.raises(EnvironmentNotReady if is_write else type(error)), _write_errors(tmp_path):
+        raise error
 
 
 def test_too_little_room_is_noticed_before_writing(saved: CaseResults) -> None:

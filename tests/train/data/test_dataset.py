@@ -194,9 +194,10 @@ def test_what_a_killed_build_left_behind_is_replaced(prepare: Prepare, write_jso
     source = write_jsonl(ROWS)
     prepare(source)
     (store,) = (path for path in prepare.options["cache_dir"].iterdir() if path.is_dir())
-    store.rename(store.with_name(f"{store.name}.building"))
+    leftover = store.with_name(f".{store.name}.new")
+    store.rename(leftover)
     assert len(prepare(source)) == 8
-    assert not store.with_name(f"{store.name}.building").exists()
+    assert store.exists() and not leftover.exists()
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(
@@ -226,7 +227,7 @@ def test_a_full_or_read_only_disk_is_one_sentence(
     with pytest.raises(EnvironmentNotReady, match="token cache") as caught:
         prepare(write_jsonl(ROWS))
     assert "data.cache_dir" in (caught.value.hint or "")
-    assert not list(prepare.options["cache_dir"].glob("*.building"))
+    assert not list(prepare.options["cache_dir"].glob(".*.new*"))
 
 
 def test_a_cache_path_that_is_a_file(prepare: Prepare, write_jsonl: Write, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dslaunch.core.plan import DataSource
+from dslaunch.train import file_hash
 from dslaunch.train.data import fingerprint
 from dslaunch.train.data.fingerprint import fingerprint_source, fingerprint_tokenizer, source_files
 
@@ -16,16 +17,16 @@ from dslaunch.train.data.fingerprint import fingerprint_source, fingerprint_toke
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Every file is large enough to be remembered; the list tells which were read."""
-    monkeypatch.setattr(fingerprint, "_REMEMBER_FROM_BYTES", 0)
-    monkeypatch.setattr(fingerprint, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(file_hash, "_REMEMBER_FROM_BYTES", 0)
+    monkeypatch.setattr(file_hash, "_SETTLED_S", -1.0)
     read: list[Path] = []
-    original = fingerprint._hash_content
+    original = file_hash._hash_content
 
     def spy(path: Path) -> str:
         read.append(path)
         return original(path)
 
-    monkeypatch.setattr(fingerprint, "_hash_content", spy)
+    monkeypatch.setattr(file_hash, "_hash_content", spy)
     return read
 
 
@@ -46,7 +47,7 @@ def test_a_remembered_hash_follows_the_content(tmp_path: Path, hashed: list[Path
 def test_a_file_just_written_is_not_remembered(
     tmp_path: Path, hashed: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "_SETTLED_S", 3600.0)
+    monkeypatch.setattr(file_hash, "_SETTLED_S", 3600.0)
     path = tmp_path / "d.jsonl"
     path.write_text("one")
     for _ in range(2):

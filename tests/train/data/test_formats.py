@@ -112,6 +112,55 @@ def test_sharegpt_function_calls_and_tools_as_text() -> None:
     assert chat.trained == (False, True, False, True)
 
 
+def test_openais_older_functions_are_tool_calls() -> None:
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    chat = parse(
+        {
+            "messages": [
+                QUESTION,
+                {"role": "assistant", "content": "", "function_call": call},
+                {"role": "function", "name": "f", "content": "1"},
+                ANSWER,
+            ],
+            "functions": [{"name": "f"}],
+        }
+    )
+    assert chat.messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+    }
+    assert chat.messages[2] == {"role": "tool", "name": "f", "content": "1"}
+    assert chat.trained == (False, True, False, True)
+    assert chat.tools == ({"type": "function", "function": {"name": "f"}},)
+    without_content = {"role": "assistant", "content": None, "function_call": call}
+    assert parse({"messages": [QUESTION, without_content]}).trained == (False, True)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"messages": [QUESTION, {"role": "assistant", "content": ""}]},
+        {"messages": [QUESTION, {"role": "assistant", "content": " \n"}]},
+        {"messages": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [], "function_call": {}}]},
+        {"messages": [QUESTION, {"role": "assistant", "content": [{"type": "text", "text": ""}]}]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": ""}]},
+        {"instruction": "do", "output": ""},
+        {"prompt": "p", "completion": ""},
+        {"prompt": [QUESTION], "completion": [{"role": "assistant", "content": ""}]},
+    ],
+)
+def test_an_empty_answer_is_not_trained(value: Any) -> None:
+    assert not any(parse(value).trained)
+
+
+def test_an_empty_answer_leaves_the_others_trained() -> None:
+    chat = parse({"messages": [QUESTION, {**ANSWER, "content": ""}, QUESTION, ANSWER]})
+    assert chat.trained == (False, False, False, True)
+    thought = {"role": "assistant", "content": "", "reasoning_content": "why"}
+    assert parse({"messages": [QUESTION, thought]}).trained == (False, True)
+
+
 def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert parse({"messages": [{"role": "user", "content": parts}, ANSWER]}).messages[0]["content"] == "ab"
@@ -145,6 +194,27 @@ def test_text_parts_are_joined() -> None:
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
             "d.jsonl:7: messages[0].tool_calls[0]: arguments is a text, but not JSON",
         ),
+        (
+            {"messages": [{"role": "user", "content": "a", "function_call": {"name": "f"}}]},
+            "d.jsonl:7: messages[0]: only an assistant message can have tool_calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}]},
+            "d.jsonl:7: messages[0].function_call: arguments is a text, but not JSON",
+        ),
+        (
+            {"messages": [{"role": "assistant", "function_call": "auto"}]},
+            "d.jsonl:7: messages[0].function_call: a tool call needs a function with a name",
+        ),
+        (
+            {"messages": [{**ANSWER, "function_call": {"name": "f"}, "tool_calls": [{"name": "f"}]}]},
+            "d.jsonl:7: messages[0]: a message has both tool_calls and function_call",
+        ),
+        (
+            {"messages": [QUESTION], "functions": [{"name": "f"}], "tools": [{"name": "f"}]},
+            "d.jsonl:7: a record has both tools and functions",
+        ),
+        ({"messages": [QUESTION], "functions": "f()"}, "d.jsonl:7: functions is a text, but not JSON"),
         ({"prompt": "p", "completion": 3}, "d.jsonl:7: prompt is a text and completion is a number"),
         ({"instruction": "", "input": "", "output": "x"}, "d.jsonl:7: instruction and input are both empty"),
         ({"instruction": "a", "output": "x", "history": [["q"]]}, "d.jsonl:7: history must be a list of"),

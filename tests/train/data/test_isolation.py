@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,10 +11,13 @@ import pytest
 import torch
 
 from dslaunch.core.errors import ConfigError
+from dslaunch.train.data import isolation
 from dslaunch.train.data.collate import Batch, Sample, collate
 from dslaunch.train.data.isolation import check_packing_isolation
+from dslaunch.train.objectives.sft import SftObjective
 
 VOCAB = 96
+WIDE_VOCAB = 384
 
 
 def tiny_llama(**options: Any) -> torch.nn.Module:
@@ -43,6 +48,34 @@ def tiny_bloom() -> torch.nn.Module:
     from transformers import BloomConfig, BloomForCausalLM
 
     return build(BloomForCausalLM, BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4))
+
+
+def tiny_mixtral(**options: Any) -> torch.nn.Module:
+    """Wide enough that a matrix product rounds differently with another number of rows."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=WIDE_VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        **options,
+    )
+    return build(MixtralForCausalLM, config)
+
+
+class WithCache(torch.nn.Module):
+    """The same model called with a cache, as transformers does by default."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**{**inputs, "use_cache": True})
 
 
 def build(kind: Any, config: Any) -> torch.nn.Module:
@@ -98,14 +131,128 @@ def test_a_model_that_ignores_positions_is_refused() -> None:
 
 def test_the_default_cache_leaks_and_is_found() -> None:
     """The reason for use_cache=False; when this fails, upstream has changed."""
-    model = tiny_llama()
-
-    class WithCache(torch.nn.Module):
-        def forward(self, **inputs: Any) -> Any:
-            return model(**{**inputs, "use_cache": True})
-
     with pytest.raises(ConfigError, match="see each other"):
-        check_packing_isolation(WithCache(), VOCAB, "cpu")
+        check_packing_isolation(WithCache(tiny_llama()), VOCAB, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_may_move_others_by_rounding_and_not_by_more(dtype: torch.dtype) -> None:
+    model = tiny_mixtral().to(dtype)
+    check_packing_isolation(model, WIDE_VOCAB, "cpu")
+    with pytest.raises(ConfigError, match="see each other"):
+        check_packing_isolation(WithCache(model), WIDE_VOCAB, "cpu")
+
+
+class Whispers(torch.nn.Module):
+    """Moves every logit by ``amount`` times the ids of the whole batch; looks routed with ``experts``."""
+
+    def __init__(self, amount: float, *, experts: bool) -> None:
+        super().__init__()
+        self.model = tiny_llama()
+        self.amount = amount
+        if experts:
+            self.experts = torch.nn.Identity()
+
+    def forward(self, **inputs: Any) -> Any:
+        logits = self.model(**inputs).logits
+        return SimpleNamespace(logits=logits + self.amount * inputs["input_ids"].sum())
+
+
+def test_a_dense_model_must_agree_in_every_bit_and_experts_but_for_rounding() -> None:
+    check_packing_isolation(Whispers(1e-7, experts=True), VOCAB, "cpu")
+    for amount, experts in ((1e-7, False), (1e-2, True)):
+        with pytest.raises(ConfigError, match="see each other"):
+            check_packing_isolation(Whispers(amount, experts=experts), VOCAB, "cpu")
+
+
+def test_dropout_inside_experts_is_no_leak() -> None:
+    """Each expert draws its own mask for the tokens that came to it, whose number a changed token changes."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = torch.nn.ModuleList([torch.nn.Dropout(0.5), torch.nn.Dropout(0.5)])
+            self.table = torch.nn.Embedding(VOCAB, 8)
+            self.mix = tiny_llama()
+
+        def forward(self, **inputs: Any) -> Any:
+            hidden = self.table(inputs["input_ids"])
+            logits = self.mix(**inputs).logits
+            for index, expert in enumerate(self.experts):
+                chosen = inputs["input_ids"] % 2 == index
+                logits[chosen] = logits[chosen] + expert(hidden[chosen]).sum(-1, keepdim=True)
+            return SimpleNamespace(logits=logits)
+
+    model = build(lambda _: Experts(), None)
+    check_packing_isolation(model, VOCAB, "cpu")
+    assert all(module.training for module in model.modules())
+
+
+def flash_stand_in(q: Any, k: Any, v: Any, *, causal: bool, softmax_scale: float, **_: Any) -> torch.Tensor:
+    """flash_attn_func in plain torch: [B, T, heads, d]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+def flash_varlen_stand_in(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float = 1.0,
+    causal: bool = True,
+) -> torch.Tensor:
+    """flash_attn_varlen_func in plain torch: [tokens, heads, d], each sequence by itself."""
+    bounds = cu_seqlens_q.tolist()
+    parts = [
+        flash_stand_in(q[None, a:b], k[None, a:b], v[None, a:b], causal=causal, softmax_scale=softmax_scale)
+        for a, b in itertools.pairwise(bounds)
+    ]
+    return torch.cat(parts, dim=1)[0]
+
+
+@pytest.fixture
+def flash_llama(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
+    """A model on transformers' own FlashAttention path, with the two kernels replaced."""
+    from transformers import modeling_flash_attention_utils as upstream
+
+    kernels = (flash_stand_in, flash_varlen_stand_in, None, None, None)
+    monkeypatch.setattr(upstream, "_lazy_imports", lambda *_, **__: kernels)
+    monkeypatch.setattr(upstream, "_loaded_implementation", None)
+    model = tiny_llama()
+    model.config._attn_implementation = "flash_attention_2"  # type: ignore[union-attr]
+    return model
+
+
+def test_flash_attention_packs_in_one_row(flash_llama: torch.nn.Module) -> None:
+    check_packing_isolation(flash_llama, VOCAB, "cpu")
+
+
+def test_flash_attention_leaks_in_several_rows(
+    flash_llama: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason for one row; when this fails, upstream has changed."""
+    monkeypatch.setattr(isolation, "lay_out_for", lambda _, batch: batch)
+    with pytest.raises(ConfigError, match="see each other"):
+        check_packing_isolation(flash_llama, VOCAB, "cpu")
+
+
+def test_the_objective_has_the_same_loss_with_flash_attention(flash_llama: torch.nn.Module) -> None:
+    units = samples(7, 12, 3, 9)
+    batch = collate([units[:2], units[2:], []], pad_token_id=0, packed=True)
+    flash, usual = (
+        SftObjective(model, model, torch.device("cpu")).token_loss(batch)
+        for model in (flash_llama, tiny_llama())
+    )
+    assert int(flash.count) == int(usual.count) == 27
+    assert flash.sum.item() == pytest.approx(usual.sum.item(), rel=1e-6)
 
 
 def test_the_check_leaves_no_trace() -> None:

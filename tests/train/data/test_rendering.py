@@ -167,7 +167,8 @@ def test_any_text_is_found_exactly(template: str, before: str, trims: bool) -> N
             {"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(said)
         ]
         rendered = renderer.render(parse_record(Record("x", {"messages": messages}))[1], "x")
-        expected = [before + (text.strip() if trims else text) + "<|im_end|>" for text in said[1::2]]
+        heard = [text for text in said[1::2] if text.replace("<|im_end|>", "").strip()]
+        expected = [before + (text.strip() if trims else text) + "<|im_end|>" for text in heard]
         assert [rendered.text[a:b] for a, b in rendered.answers] == expected
 
 
@@ -176,9 +177,37 @@ def test_a_conversation_that_starts_with_the_assistant() -> None:
     assert answers(CHAT_TEMPLATE, {"messages": turns})[0] == "hello<|im_end|>"
 
 
-def test_an_empty_answer_still_trains_its_end() -> None:
-    turns = [TWO_TURNS[0], {"role": "assistant", "content": ""}]
-    assert answers(CHAT_TEMPLATE, {"messages": turns}) == ["<|im_end|>"]
+SILENCE = {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, HEADERS, NO_END])
+def test_an_empty_answer_does_not_train_its_end(template: str) -> None:
+    rendered = render(template, {"messages": [TWO_TURNS[0], SILENCE]})
+    assert (rendered.answers, rendered.add_eos) == ((), False)
+    with_another = [TWO_TURNS[0], SILENCE, *TWO_TURNS[2:]]
+    assert answers(template, {"messages": with_another}) == answers(template, {"messages": TWO_TURNS})[1:]
+
+
+@pytest.mark.parametrize("template", [None, CHAT_TEMPLATE])
+@pytest.mark.parametrize("value", [{"prompt": "p", "completion": ""}, {"instruction": "p", "output": ""}])
+def test_an_empty_completion_does_not_train_eos(template: str | None, value: Any) -> None:
+    rendered = render(template, value)
+    assert (rendered.answers, rendered.add_eos) == ((), False)
+
+
+def test_an_old_turn_of_which_only_the_end_is_written_is_not_trained() -> None:
+    """All that it says is its reasoning, which templates leave out of earlier turns."""
+    thought = {"role": "assistant", "content": "", "reasoning_content": "why"}
+    assert answers(CHAT_TEMPLATE, {"messages": [TWO_TURNS[0], thought, *TWO_TURNS[2:]]}) == ["a2<|im_end|>"]
+
+
+def test_openais_older_function_calls_are_trained() -> None:
+    call = {"name": "look_up", "arguments": '{"city": "Oslo"}'}
+    silent_call = {"role": "assistant", "content": "", "function_call": call}
+    expected = '<tool_call>{"name": "look_up", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>'
+    assert answers(WITH_TOOLS, {"messages": [TWO_TURNS[0], silent_call]}) == [expected]
+    with pytest.raises(ConfigError, match="does not write its tool call 'look_up'"):
+        answers(CHAT_TEMPLATE, {"messages": [TWO_TURNS[0], silent_call]})
 
 
 def test_tool_calls_are_trained_with_exactly_their_arguments() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dslaunch.core.errors import ConfigError
+from dslaunch.train.data.dataset import prepare_dataset
 from dslaunch.train.data.formats import parse_record
 from dslaunch.train.data.records import Record
 from dslaunch.train.data.rendering import Rendered, Renderer
@@ -36,6 +38,28 @@ def test_chat_trains_the_answer_and_its_end_also_when_pad_is_eos(tokenizer: Any)
     # The end of the question is the same token, and is not trained.
     ends = np.flatnonzero(done.sample.input_ids == tokenizer.eos_token_id)
     assert done.sample.completion_mask[ends].tolist() == [False, True]
+
+
+@pytest.mark.parametrize("with_template", [True, False])
+def test_an_empty_answer_teaches_nothing(tokenizer: Any, with_template: bool) -> None:
+    """Not even the end: a model that has learned it alone is silent."""
+    if not with_template:
+        tokenizer.chat_template = None
+    for value in ({"prompt": "p", "completion": ""}, {"instruction": "i", "output": " "}):
+        assert tokenize(tokenizer, value).num_supervised == 0
+
+
+def test_empty_answers_are_dropped_and_named(tokenizer: Any, write_jsonl: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(3)]
+    silent = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}
+    source = write_jsonl([*rows, silent, {"prompt": "p", "completion": ""}])
+    settings = {"tokenizer": tokenizer, "max_length": 64, "cache_dir": tmp_path / "cache", "seed": 0}
+    report = prepare_dataset([source], max_dropped_fraction=0.5, **settings).report
+    assert (report.read, report.kept, report.dropped) == (5, 3, 2)
+    said = "it has no answer, or an empty one"
+    assert report.dropped_where == (f"{source.path}:4: {said}", f"{source.path}:5: {said}")
+    with pytest.raises(ConfigError, match=f"data.jsonl:4: {said}"):
+        prepare_dataset([source], max_dropped_fraction=0.05, **settings)
 
 
 def test_prompt_and_completion_are_tokenised_together(tokenizer: Any) -> None:

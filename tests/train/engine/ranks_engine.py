@@ -310,6 +310,18 @@ def refused(settings: dict[str, Any], **more: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def renamed_upstream() -> str:
+    """An optimizer whose ``_update_scale`` has another name, as after an upgrade of DeepSpeed."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    update_scale = DeepSpeedZeroOptimizer._update_scale
+    del DeepSpeedZeroOptimizer._update_scale
+    try:
+        return refused(config(2, "fp16"))
+    finally:
+        DeepSpeedZeroOptimizer._update_scale = update_scale
+
+
 def autocast(stage: int, dtype: str) -> dict[str, Any]:
     """torch_autocast: bfloat16 at every stage, float16 at stage 0 with an overflow."""
     settings = config(stage, clipping=1.0, torch_autocast={"enabled": True, "dtype": dtype})
@@ -356,7 +368,9 @@ def all_cases() -> dict[str, Case]:
     for stage in (1, 2, 3):
         cases[f"bf16-sum/{stage}"] = lambda s=stage: bf16_sum(s, **accum32)
     cases["frozen/0/fp32"] = lambda: frozen(0, "fp32")
-    cases["frozen/3/bf16"] = lambda: frozen(3, "bf16")
+    for precision in ("bf16", "fp16"):
+        cases[f"frozen/3/{precision}"] = lambda p=precision: frozen(3, p)
+    cases["renamed"] = renamed_upstream
     cases["callable"] = made_by_callable
     cases["lazy"] = lazy_and_flag
     cases["token-counts"] = wrong_token_counts
@@ -404,6 +418,7 @@ def refusal_cases() -> dict[str, Case]:
         "refused/enabled": lambda: refused(config(1, bf16={"enabled": "yes"})),
         "refused/batch": lambda: refused({**config(1, micro=2, accumulation=2), "train_batch_size": 7}),
         "refused/stage": lambda: refused(config(5)),
+        "refused/norm": lambda: refused(config(2, zero_optimization={"compute_grad_norm": False})),
         "refused/path": lambda: refused("nowhere/ds.json"),  # type: ignore[arg-type]
     }
 

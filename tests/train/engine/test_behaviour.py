@@ -33,7 +33,7 @@ def test_autocast_clips_and_skips(two_ranks: CaseResults, cell: str) -> None:
     assert third == pytest.approx([5.0, False, 2 * x, 2 * y], rel=2e-7)
 
 
-@pytest.mark.parametrize("cell", ["0/fp32", "3/bf16"])
+@pytest.mark.parametrize("cell", ["0/fp32", "3/bf16", "3/fp16"])
 def test_without_an_optimizer_it_runs_forward(two_ranks: CaseResults, cell: str) -> None:
     assert two_ranks[f"frozen/{cell}"] == [6.0, int(cell[0]), 1.0]
 
@@ -64,6 +64,7 @@ def test_token_counts_must_be_positive_and_one_per_window(two_ranks: CaseResults
         ("enabled", "bf16.enabled is 'yes'; it must be true or false"),
         ("batch", "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 7"),
         ("stage", "zero_optimization.stage is 5; it must be 0, 1, 2 or 3"),
+        ("norm", "zero_optimization.compute_grad_norm is false"),
         ("path", "cannot read the DeepSpeed config nowhere/ds.json: No such file or directory"),
     ],
 )

@@ -87,6 +87,15 @@ def test_one_bad_micro_batch_on_one_rank_skips_that_window_only(two_ranks: CaseR
         assert (result["global_step"], result["skipped_steps"]) == (STEPS, len(OVERFLOWS))
 
 
+def test_a_cure_that_no_longer_fits_says_so(two_ranks: CaseResults) -> None:
+    """Renamed upstream, the method would else be left uncured without a word."""
+    import deepspeed
+
+    expected = f"EnvironmentNotReady: DeepSpeed {deepspeed.__version__} is not the one that the cure of"
+    assert two_ranks["renamed"].startswith(expected)
+    assert "has no _update_scale" in two_ranks["renamed"]
+
+
 @ALL_STAGES
 def test_clip_between_half_the_norm_and_the_norm(two_ranks: CaseResults, stage: int) -> None:
     norm = STEP * math.sqrt(32)

@@ -1,0 +1,52 @@
+"""Whether a text that names no existing path can be meant as a hub id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dslaunch.config.facts import Facts, PathFact, is_hub_key, looks_like_path, written_paths
+from dslaunch.config.report import Report
+from dslaunch.core.model_path import is_gguf
+
+# How alike (difflib's ratio) a name and an existing one are where it can only be a typing mistake.
+_NEAR_MISS = 0.8
+
+
+def check_written_paths(report: Report, facts: Facts) -> None:
+    """Record the paths of the spec that are not there, where only the DeepSpeed JSON is wanted."""
+    for key, text in written_paths(report.loaded.spec):
+        fact = facts.paths[key]
+        if is_hub_key(key) and fact.kind == "missing":
+            check_hub_id(key, text, fact, report)
+        elif key == "model.chat_template" and fact.kind != "file":
+            fail_missing(key, f"file {text}", fact, report)
+
+
+def check_hub_id(key: str, text: str, fact: PathFact, report: Report) -> None:
+    """Record a problem where ``text``, which is not there, can only be a path or is a typing mistake.
+
+    A name that is only like one that is there gives a note: it may be a hub id.
+    """
+    if looks_like_path(text) or is_gguf(text) or fact.parent_exists:
+        fail_missing(key, text, fact, report)
+    elif fact.nearest is None:
+        return
+    elif "/" not in text and _likeness(text, Path(fact.nearest).name) >= _NEAR_MISS:
+        message = f"{key}: there is no {text} here, but there is {fact.nearest}"
+        hint = f"write that name; for a model or dataset of the hub write its owner too: owner/{text}"
+        report.fail(key, message, hint)
+    else:
+        where = report.loaded.where(key)
+        report.note(f"{where}{key}: {text} is taken for a hub id; there is also {fact.nearest}")
+
+
+def fail_missing(key: str, what: str, fact: PathFact, report: Report) -> None:
+    """Record that ``what`` is not where the spec says, with the nearest name in the hint."""
+    hint = f"did you mean {fact.nearest}?" if fact.nearest else f"looked for {fact.absolute}"
+    report.fail(key, f"{key}: there is no {what}", hint)
+
+
+def _likeness(one: str, other: str) -> float:
+    import difflib
+
+    return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()

@@ -1,0 +1,211 @@
+"""From a plan to a job that can be trained, in the order in which it can fail cheaply.
+
+Data first, then the checkpoint to go on from, the trackers, the model, the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dslaunch.core.plan import DataSource, RunPlan
+from dslaunch.core.run_dir import RunDir, cache_dir
+from dslaunch.train.checkpoint import find_whole_checkpoint, read_manifest, restore_checkpoint
+from dslaunch.train.checkpoint.record import DataRecord, RunRecord, check_same_data, read_record
+from dslaunch.train.corpus import Corpus, build_corpus
+from dslaunch.train.data.dataset import prepare_on_rank
+from dslaunch.train.data.isolation import check_packing_isolation
+from dslaunch.train.data.sampler import BatchSchedule
+from dslaunch.train.dist import World, barrier
+from dslaunch.train.engine import Engine, initialize
+from dslaunch.train.loop import Job
+from dslaunch.train.model import DTYPES, LoadedModel, load_model, load_tokenizer
+from dslaunch.train.objectives.sft import SftObjective
+from dslaunch.train.report import Report
+from dslaunch.train.schedule import build_scheduler_factory
+from dslaunch.train.stopping import StopRequest
+
+_PROGRESS_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What can be had without the model's weights. ``record`` goes into each checkpoint."""
+
+    tokenizer: Any
+    train: Corpus
+    evaluation: Corpus | None
+    schedule: BatchSchedule
+    record: RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where the training begins: at step 0, or where ``checkpoint`` was saved."""
+
+    step: int = 0
+    checkpoint: Path | None = None
+
+
+def load_inputs(plan: RunPlan, world: World) -> Inputs:
+    """Tokenizer, tokenised data and batch order. Collective.
+
+    One rank a host tokenises what is not in the cache yet. Raises ConfigError and
+    EnvironmentNotReady as the data's readers do.
+    """
+    tokenizer = load_tokenizer(plan.model, DTYPES[plan.precision])
+    train = _load_corpus(plan, plan.data.train, "training", tokenizer, world)
+    evaluation = _load_corpus(plan, plan.data.eval, "held-out", tokenizer, world) if plan.data.eval else None
+    schedule = _build_schedule(plan, len(train))
+    return Inputs(
+        tokenizer=tokenizer,
+        train=train,
+        evaluation=evaluation,
+        schedule=schedule,
+        record=_make_record(plan, train, schedule),
+    )
+
+
+def find_start(plan: RunPlan, world: World, inputs: Inputs) -> Start:
+    """The last whole checkpoint, verified, or step 0 where there is none yet. Collective.
+
+    Raises ConfigError where none is whole or the data is not what it was trained on.
+    """
+    root = RunDir(Path(plan.launch.run_dir)).checkpoints
+    path = find_whole_checkpoint(root, on_note=lambda text: say(world, f"note: {text}"))
+    if path is None:
+        say(world, f"no checkpoint in {root} yet: starting at step 0")
+        return Start()
+    manifest = read_manifest(path)
+    saved = read_record(manifest.extra, f"{path}/manifest.json extra")
+    check_same_data(saved.data, inputs.record.data)
+    return Start(step=manifest.step, checkpoint=path)
+
+
+def build_job(
+    plan: RunPlan, world: World, inputs: Inputs, start: Start, report: Report, stop: StopRequest
+) -> Job:
+    """Load the model, make the engine, and restore the checkpoint of ``start``. Collective.
+
+    Raises DslaunchErrors of the model, the engine and the checkpoint.
+    """
+    say(world, f"loading {plan.model.path} in {plan.precision}")
+    loaded = load_model(plan, inputs.tokenizer)
+    for note in loaded.notes:
+        say(world, note)
+    engine = _build_engine(plan, loaded, inputs.schedule, world)
+    if plan.data.packing:
+        check_packing_isolation(engine.module, len(inputs.tokenizer), engine.device)
+    _seed_everything(plan.seed + world.rank)
+    if start.checkpoint is not None:
+        restore_checkpoint(engine, start.checkpoint)
+        say(world, f"resuming at step {start.step} of {inputs.schedule.total_steps}")
+        report.event("resumed", step=start.step, total_steps=inputs.schedule.total_steps)
+    return Job(
+        plan=plan,
+        world=world,
+        engine=engine,
+        objective=SftObjective(engine, engine.module, world.device),
+        train=inputs.train,
+        evaluation=inputs.evaluation,
+        schedule=inputs.schedule,
+        report=report,
+        stop=stop,
+        extra=inputs.record.to_json(),
+        keep_alive=loaded.keep_alive,
+    )
+
+
+def say(world: World, text: str) -> None:
+    """One line on stderr, from rank 0."""
+    if world.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _load_corpus(
+    plan: RunPlan, sources: Sequence[DataSource], what: str, tokenizer: Any, world: World
+) -> Corpus:
+    dataset = prepare_on_rank(
+        sources,
+        is_builder=world.local_rank == 0,
+        barrier=lambda: barrier(f"the {what} data being tokenised"),
+        tokenizer=tokenizer,
+        max_length=plan.data.max_length,
+        cache_dir=Path(plan.data.cache_dir) if plan.data.cache_dir else cache_dir(os.environ) / "tokens",
+        max_dropped_fraction=plan.data.max_dropped_fraction,
+        seed=plan.seed,
+        progress=_tokenising_progress(world),
+    )
+    for line in dataset.report.lines():
+        say(world, f"{what} data: {line.strip()}")
+    return build_corpus(dataset, plan.data, pad_token_id=tokenizer.pad_token_id, seed=plan.seed)
+
+
+def _tokenising_progress(world: World) -> Callable[[str, int], None]:
+    """Says every few seconds how far tokenising has come; a small file is done before the first line."""
+    last = time.monotonic()
+
+    def tell(path: str, num_records: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _PROGRESS_EVERY_S:
+            last = time.monotonic()
+            say(world, f"tokenising {path}: {num_records} records so far")
+
+    return tell
+
+
+def _build_schedule(plan: RunPlan, num_units: int) -> BatchSchedule:
+    return BatchSchedule(
+        num_units=num_units,
+        train_batch_size=plan.batch.train_batch_size,
+        train_micro_batch_size_per_gpu=plan.batch.train_micro_batch_size_per_gpu,
+        gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
+        world_size=plan.batch.world_size,
+        seed=plan.seed,
+        num_train_epochs=plan.num_train_epochs,
+        max_steps=plan.max_steps,
+        shuffle=plan.data.shuffle,
+    )
+
+
+def _make_record(plan: RunPlan, train: Corpus, schedule: BatchSchedule) -> RunRecord:
+    return RunRecord(
+        model=plan.model,
+        adapter=plan.adapter,
+        precision=plan.precision,
+        data=DataRecord(
+            fingerprint=train.fingerprint,
+            num_units=len(train),
+            packing=plan.data.packing,
+            shuffle=plan.data.shuffle,
+            seed=plan.seed,
+            train_batch_size=plan.batch.train_batch_size,
+            total_steps=schedule.total_steps,
+        ),
+    )
+
+
+def _build_engine(plan: RunPlan, loaded: LoadedModel, schedule: BatchSchedule, world: World) -> Engine:
+    return initialize(
+        loaded.model,
+        dict(plan.ds_config),
+        lr_scheduler=build_scheduler_factory(plan.scheduler, schedule.total_steps),
+        model_parameters=loaded.trainable,
+        on_note=lambda text: say(world, f"note: {text}"),
+    )
+
+
+def _seed_everything(seed: int) -> None:
+    """Each rank its own stream: dropout must differ between ranks."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
