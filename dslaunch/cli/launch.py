@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -30,11 +31,34 @@ class _WithCommand(click.Command):
         if "--" in args:
             cut = args.index("--")
             ctx.meta[_COMMAND_KEY] = tuple(args[cut + 1 :])
-            args = args[:cut]
-        return super().parse_args(ctx, args)
+            return super().parse_args(ctx, args[:cut])
+        try:
+            return super().parse_args(ctx, list(args))
+        except click.UsageError as error:  # most often the command's own words
+            raise _without_dashes(args, ctx) or error from None
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return ["[RUN.yaml]", "[OPTIONS]", "[-- COMMAND ...]"]
+
+
+def _without_dashes(args: list[str], ctx: click.Context) -> click.UsageError | None:
+    """The error for a command that was given without ``--`` before it, where ``args`` look like one."""
+    from dslaunch.core.command import shell_text
+
+    cut = next((index for index, word in enumerate(args) if _is_program(word)), None)
+    if cut is None:
+        return None
+    words = shell_text(args[cut:] if not args[cut].endswith(".py") else ["python", *args[cut:]])
+    # The options are not repeated: a secret may be among them.
+    return click.UsageError(f"put -- before the command: dslaunch launch ... -- {words}", ctx)
+
+
+def _is_program(word: str) -> bool:
+    import shutil
+
+    if word.startswith("-") or word.endswith((".yaml", ".yml")):
+        return False
+    return word.endswith((".py", ".sh")) or shutil.which(word) is not None
 
 
 @click.command(cls=_WithCommand, name="launch")
@@ -59,21 +83,55 @@ def command(ctx: click.Context, /, *, dry_run: bool, as_json: bool, **flags: obj
     dslaunch launch --num-gpus-per-node 2 -- python train.py ... run any command, once per rank
     dslaunch launch --plan RUN_DIR/plan.json                     run a recorded plan again
     """
-    from dslaunch.cli.launch_request import resolve_request
+    from dslaunch.cli.launch_request import check_ready_to_run, resolve_request
 
+    _check_working_directory()
     request = LaunchRequest(command=ctx.meta.get(_COMMAND_KEY), **flags)  # type: ignore[arg-type]
-    _check_request(request)
+    if request.resume and request.run_dir is not None and not _sources(request):
+        request = dataclasses.replace(request, plan_file=os.path.join(request.run_dir, "plan.json"))
+    _check_request(request, ctx)
     plan = resolve_request(request)
+    check_ready_to_run(plan, request)
+    _render(plan)  # what cannot be written must be found while there is no run directory
     if dry_run:
         _show(plan, request, as_json)
         return 0
     return _run(plan, request, as_json)
 
 
-def _check_request(request: LaunchRequest) -> None:
-    given = [request.run_file is not None, request.plan_file is not None, request.command is not None]
-    if sum(given) != 1:
+def _check_working_directory() -> None:
+    from dslaunch.core.errors import EnvironmentNotReady
+
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise EnvironmentNotReady(
+            f"the current directory is gone or cannot be entered: {error.strerror}",
+            hint="cd to one that exists",
+        ) from None
+
+
+def _sources(request: LaunchRequest) -> list[str]:
+    """What says what to run, in words; exactly one is needed."""
+    found = []
+    if request.run_file is not None:
+        found.append(f"a run file ({request.run_file})")
+    if request.plan_file is not None:
+        found.append("--plan")
+    if request.command is not None:
+        found.append("a command after --")
+    return found
+
+
+def _check_request(request: LaunchRequest, ctx: click.Context) -> None:
+    given = _sources(request)
+    if not given:
         raise click.UsageError("give one of: a run file, --plan FILE, or `-- COMMAND ...`")
+    if len(given) > 1:
+        raise click.UsageError(f"both {' and '.join(given)} were given; leave one out")
+    if request.run_file is not None and not os.path.exists(request.run_file):
+        if _is_program(request.run_file):
+            raise _without_dashes([request.run_file], ctx) or AssertionError
     if request.run_file is None and request.set_:
         raise click.UsageError("--set changes a run file, and there is none here")
     hosts = (request.hostfile, request.include, request.exclude, request.num_nodes, request.gpu)
@@ -92,20 +150,52 @@ def _check_request(request: LaunchRequest) -> None:
 
 def _run(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> int:
     from dslaunch.cli.launch_request import claim_run_dir, rank_plan
-    from dslaunch.launch.supervisor import check_ready, supervise
+    from dslaunch.core.plan import RunPlan
+    from dslaunch.launch.signals import SignalInbox
+    from dslaunch.launch.supervisor import supervise
 
-    check_ready(plan.launch)
-    _render(plan)  # what cannot be written must be found while there is no run directory
-    plan = claim_run_dir(plan, request)
     out = sys.stderr.buffer if as_json else sys.stdout.buffer
-    with _recorded(plan) as (events, keep_fds):
-        _announce(plan.launch)
-        outcome = supervise(
-            rank_plan(plan, request), events=events, out=out, err=sys.stderr.buffer, keep_fds=keep_fds
-        )
+    # From the run directory on, a Ctrl-C is an end of the launch that is recorded there.
+    with SignalInbox() as signals:
+        plan = claim_run_dir(plan, request)
+        with _recorded(plan, resume=request.resume) as (events, keep_fds), _tidy(plan, request):
+            _announce(plan.launch)
+            outcome = supervise(
+                rank_plan(plan, request), events=events, out=out, err=sys.stderr.buffer,
+                keep_fds=keep_fds, signals=signals, own_worker=isinstance(plan, RunPlan),
+            )  # fmt: skip
     if as_json:
         click.echo(json.dumps(_outcome_json(outcome, plan.launch)))
+    if outcome.exit_code == 0 and isinstance(plan, RunPlan):
+        _say_what_is_next(plan)
     return outcome.exit_code
+
+
+@contextmanager
+def _tidy(plan: RecordedPlan, request: LaunchRequest) -> Iterator[None]:
+    """A directory that nobody named does not stay where not one rank could be started."""
+    from pathlib import Path
+
+    from dslaunch.cli.launch_request import names_run_dir
+    from dslaunch.core.errors import DslaunchError
+    from dslaunch.launch.claim import remove_failed_start
+
+    try:
+        yield
+    except DslaunchError:
+        keep = request.resume or names_run_dir(plan, request)
+        if not keep and remove_failed_start(Path(plan.launch.run_dir)):
+            _talk(f"no rank was started; removed {plan.launch.run_dir}")
+        raise
+
+
+def _say_what_is_next(plan: RecordedPlan) -> None:
+    from pathlib import Path
+
+    from dslaunch.core.run_dir import RunDir
+
+    if any(RunDir(Path(plan.launch.run_dir)).checkpoints.glob("step-*")):
+        _talk(f"next: dslaunch export {_quoted(plan.launch.run_dir)} -o DIR")
 
 
 def _render(plan: RecordedPlan) -> tuple[RunFile, ...]:
@@ -116,19 +206,22 @@ def _render(plan: RecordedPlan) -> tuple[RunFile, ...]:
 
 
 @contextmanager
-def _recorded(plan: RecordedPlan) -> Iterator[tuple[JsonlWriter, tuple[int, ...]]]:
+def _recorded(plan: RecordedPlan, *, resume: bool) -> Iterator[tuple[JsonlWriter, tuple[int, ...]]]:
     """The run directory, with the plan in it, ours alone while this lasts: its events.jsonl, its lock."""
     from pathlib import Path
 
     from dslaunch.core.errors import EnvironmentNotReady
     from dslaunch.core.events import JsonlWriter
     from dslaunch.core.run_dir import RunDir
+    from dslaunch.launch.claim import clear_failed_start
     from dslaunch.launch.record import hold_run_dir, write_run_files
 
     run_dir = RunDir(Path(plan.launch.run_dir))
     with ExitStack() as stack:
         try:
             lock = stack.enter_context(hold_run_dir(run_dir.path))
+            if not resume and clear_failed_start(run_dir.path):
+                _talk("the start before this one did no step; its files are replaced")
             write_run_files(_render(plan))
             events = JsonlWriter(run_dir.events)
         except OSError as error:

@@ -57,15 +57,34 @@ def resolve_request(request: LaunchRequest) -> RecordedPlan:
 def claim_run_dir(plan: RecordedPlan, request: LaunchRequest) -> RecordedPlan:
     """Make the plan's run directory; one that nobody named gets a number where it is taken."""
     from dslaunch.core.run_dir import RunDir
+    from dslaunch.launch.claim import check_run_dir
     from dslaunch.launch.record import move_plan
 
     wanted = Path(plan.launch.run_dir)
-    if not request.resume and not _names_run_dir(plan, request):
+    if request.resume or names_run_dir(plan, request):
+        check_run_dir(wanted, resume=request.resume)
+    else:
         # Two launches in the same second: the one that makes the directory has it.
         wanted = _make_unused(wanted)
         plan = move_plan(plan, wanted) if str(wanted) != plan.launch.run_dir else plan
-    RunDir(wanted).create(resume=request.resume)
+    RunDir(wanted).create(resume=request.resume, reuse=True)
     return plan
+
+
+def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest) -> None:
+    """All that can be known to keep ``plan`` from starting here; a dry run looks at the same. Writes nothing.
+
+    Raises ConfigError or EnvironmentNotReady.
+    """
+    from dslaunch.launch.claim import check_run_dir, check_writable
+    from dslaunch.launch.supervisor import check_ready
+
+    check_ready(plan.launch)
+    run_dir = Path(plan.launch.run_dir)
+    if request.resume or names_run_dir(plan, request):
+        check_run_dir(run_dir, resume=request.resume)
+    else:
+        check_writable(run_dir)
 
 
 def rank_plan(plan: RecordedPlan, request: LaunchRequest) -> LaunchPlan:
@@ -79,6 +98,7 @@ def rank_plan(plan: RecordedPlan, request: LaunchRequest) -> LaunchPlan:
 
 def _resolve_run_file(request: LaunchRequest) -> RunPlan:
     from dslaunch.cli.options import load_and_resolve
+    from dslaunch.core.errors import ConfigError
     from dslaunch.core.plan import RunPlan
     from dslaunch.launch.record import load_recorded_plan
     from dslaunch.launch.resume import resolve_resumed
@@ -99,18 +119,21 @@ def _resolve_run_file(request: LaunchRequest) -> RunPlan:
     )
     if not request.resume:
         return asked
-    if not _names_run_dir(asked, request):
+    if not names_run_dir(asked, request):
         raise _which_run(asked.name, Path(asked.launch.run_dir).parent)
     recorded = load_recorded_plan(_recorded_path(asked.launch.run_dir))
     if not isinstance(recorded, RunPlan):
         raise _another_run(asked.launch.run_dir)
-    return resolve_resumed(recorded, asked)
+    try:
+        return resolve_resumed(recorded, asked)
+    except ConfigError as error:
+        raise ConfigError(error.message, hint=_start_anew(asked.launch.run_dir) or error.hint) from None
 
 
 def _resolve_recorded(request: LaunchRequest, path: Path) -> RecordedPlan:
     from dslaunch.launch.record import load_recorded_plan, move_plan
 
-    path = path.absolute()
+    path = _plan_path(path.absolute())
     plan = load_recorded_plan(path)
     target = path.parent
     if request.run_dir is not None:
@@ -119,6 +142,26 @@ def _resolve_recorded(request: LaunchRequest, path: Path) -> RecordedPlan:
         target = _default_run_dir(plan.name, path.parent.parent)
     # Also for --resume: the directory may have been moved since the plan was written.
     return move_plan(plan, target)
+
+
+def _plan_path(path: Path) -> Path:
+    """What ``--plan`` means: a plan.json, or the run directory that holds it."""
+    from dslaunch.core.errors import ConfigError
+
+    if path.is_dir():
+        return _recorded_path(str(path))
+    if path.suffix in (".yaml", ".yml"):
+        raise ConfigError(
+            f"--plan {path}: this is a run file, not a recorded plan",
+            hint=f"dslaunch launch {path}",
+        )
+    try:
+        path.read_bytes()
+    except FileNotFoundError:
+        pass  # which is said where it is loaded
+    except OSError as error:
+        raise ConfigError(f"cannot read the plan {path}: {error.strerror}") from None
+    return path
 
 
 def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandPlan:
@@ -223,7 +266,7 @@ def _default_run_dir(name: str, root: Path) -> Path:
     return default_run_dir(name, runs_root=root, now=datetime.now(timezone.utc))
 
 
-def _names_run_dir(plan: RecordedPlan, request: LaunchRequest) -> bool:
+def names_run_dir(plan: RecordedPlan, request: LaunchRequest) -> bool:
     """Whether the user chose the run directory, by flag or in the run file; else it has a default name."""
     from dslaunch.core.plan import RunPlan
 
@@ -288,5 +331,14 @@ def _another_run(run_dir: str) -> ConfigError:
 
     return ConfigError(
         f"{run_dir} holds the run of another command; nothing was started",
-        hint="see its plan.json, or leave --resume out and give another --run-dir",
+        hint=_start_anew(run_dir) or "see its plan.json, or leave --resume out and give another --run-dir",
     )
+
+
+def _start_anew(run_dir: str) -> str | None:
+    """The hint where the directory holds only a failed start, with nothing to resume."""
+    from dslaunch.launch.claim import find_obstacle
+
+    if find_obstacle(Path(run_dir)) is not None:
+        return None
+    return "leave --resume out: no step was done there, so the new run can have the directory"

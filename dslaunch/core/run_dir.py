@@ -60,8 +60,8 @@ class RunDir:
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
-    def create(self, *, resume: bool) -> None:
-        """Make the directory. One that holds a plan already needs ``resume``.
+    def create(self, *, resume: bool, reuse: bool = False) -> None:
+        """Make the directory. One that holds anything needs ``resume``, or ``reuse``: the caller has looked.
 
         Raises ConfigError where it exists and is not to be resumed, or is to be
         resumed and does not exist; EnvironmentNotReady where it cannot be written.
@@ -71,7 +71,7 @@ class RunDir:
                 f"{self.path} holds no run to resume: there is no plan.json in it",
                 hint="give the --run-dir of the run to go on with, or leave --resume out",
             )
-        if not resume and self.path.exists() and any(self.path.iterdir()):
+        if not (resume or reuse) and self.path.exists() and any(self.path.iterdir()):
             raise ConfigError(
                 f"run directory {self.path} exists already; nothing was started",
                 hint="add --resume to go on with it, or give another --run-dir",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host, Topology, is_this_machine
 from dslaunch.launch import agent
 from dslaunch.launch.orders import encode_orders
+from dslaunch.launch.text import printable
 
 
 def build_agent_command(host: Host, orders: dict[str, Any]) -> Command:
@@ -34,6 +36,22 @@ def check_hosts(topology: Topology) -> None:
                 "nothing was started",
                 hint="leave the hostfile out, or name localhost in it",
             )
+
+
+def check_program(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Raises EnvironmentNotReady where the ranks' program or working directory is not there."""
+    path = plan.env.get("PATH", environ.get("PATH", os.defpath))
+    if not os.path.isdir(agent.to_bytes(plan.cwd)):
+        raise EnvironmentNotReady(
+            f"no working directory {printable(plan.cwd)}; nothing was started",
+            hint="create it, or give launch.cwd",
+        )
+    try:
+        agent.find_program(agent.to_bytes(plan.argv[0]), agent.to_bytes(path), agent.to_bytes(plan.cwd))
+    except agent.Refusal as refusal:
+        raise EnvironmentNotReady(
+            f"{printable(refusal.message)}; nothing was started", hint=refusal.hint
+        ) from None
 
 
 def check_devices(plan: LaunchPlan, environ: Mapping[str, str], *, root: Path = Path("/")) -> None:

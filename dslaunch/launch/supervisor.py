@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import signal
 import time
@@ -22,7 +23,7 @@ from dslaunch.launch.ports import lease_port
 from dslaunch.launch.signals import FORWARD, SignalInbox, means_kill
 from dslaunch.launch.terminal import SafeEvents, StreamWriter
 from dslaunch.launch.text import printable, utf8_environ
-from dslaunch.launch.verdict import Outcome, RankEnd, describe_code, list_ranks, render_failure, render_stop
+from dslaunch.launch.verdict import Outcome, RankEnd, describe_code, list_ranks, render_end
 
 # One file per way to reach a host; each turns (host, orders) into the Command that starts its agent.
 LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any]], Command]] = {"local": local.build_agent_command}
@@ -38,6 +39,8 @@ def supervise(
     out: BinaryIO,
     err: BinaryIO,
     keep_fds: Sequence[int] = (),
+    signals: SignalInbox | None = None,
+    own_worker: bool = False,
 ) -> Outcome:
     """Start every rank of ``plan`` and stay until nothing of them is left.
 
@@ -45,6 +48,8 @@ def supervise(
     the other ranks only lines that look like errors go to ``err``. All of it is in
     the run directory's logs. The agents inherit ``keep_fds``: a lock in it is held
     until the ranks are gone, even where this process is killed before them.
+    ``signals`` is an inbox that is entered already; a cancel in it starts nothing.
+    ``own_worker``: the ranks are dslaunch's own, so that their exit codes have its meaning.
 
     The exit code is the first failing rank's own, 128+n for a signal; 128+n when
     signal n cancelled the launch; 75 when all ranks stopped at a checkpoint; 1
@@ -55,8 +60,8 @@ def supervise(
     environ = check_ready(plan)
     lease = lease_port(plan.master_port)
     try:
-        with SignalInbox() as signals:
-            launch = _Launch(plan, signals, SafeEvents(events), StreamWriter(out), StreamWriter(err))
+        with SignalInbox() if signals is None else contextlib.nullcontext(signals) as inbox:
+            launch = _Launch(plan, inbox, SafeEvents(events), StreamWriter(out), StreamWriter(err), own_worker)
             try:
                 launch.start(lease.port, environ, keep_fds)
                 launch.serve()
@@ -83,9 +88,16 @@ class _Launch:
     """One launch as it runs."""
 
     def __init__(
-        self, plan: LaunchPlan, signals: SignalInbox, events: SafeEvents, out: StreamWriter, err: StreamWriter
+        self,
+        plan: LaunchPlan,
+        signals: SignalInbox,
+        events: SafeEvents,
+        out: StreamWriter,
+        err: StreamWriter,
+        own_worker: bool,
     ) -> None:
         self.plan = plan
+        self.own_worker = own_worker
         self.signals = signals
         self.events = events
         self.out, self.err = out, err
@@ -95,6 +107,7 @@ class _Launch:
         self.hosts = {place.rank: place.host for place in plan.topology.ranks()}
         self.pids: dict[int, int] = {}
         self.ends: dict[int, RankEnd] = {}
+        self.shown: dict[int, set[str]] = {}  # by rank: lines of stderr that the user has seen
         self.first_failure: RankEnd | None = None
         self.cancelled_by: int | None = None
         self.cancelled_at = float("-inf")
@@ -129,6 +142,9 @@ class _Launch:
         )
         build_agent_command = LAUNCHERS[self.plan.via]
         self.selector.register(self.signals.fd, selectors.EVENT_READ, None)
+        self._handle_signals()
+        if self._is_ending():
+            return
         for node_rank, host in enumerate(self.plan.topology.hosts):
             orders = build_orders(self.plan, node_rank, master_port=master_port, environ=environ)
             link = AgentLink(host, build_agent_command(host, orders), keep_fds)
@@ -195,6 +211,8 @@ class _Launch:
         # After the first failure the others only complain about the one that is gone.
         show = self.first_failure is None and self.cancelled_by is None
         text = f"{link.host.name}:{event['rank']}| ".encode() + line + b"\n" if show else b""
+        if show:
+            self.shown.setdefault(event["rank"], set()).add(event["data"])
         self.err.write(text, lambda: self._note_written(link, event["bytes"]))
 
     def _on_exit(self, link: AgentLink, event: dict[str, Any]) -> None:
@@ -219,7 +237,8 @@ class _Launch:
             self.checkpoint_deadline = min(self.checkpoint_deadline, time.monotonic() + grace_s)
             return
         self.first_failure = end
-        self.events.write("first_failure", rank=end.rank, host=end.host, how=describe_code(code))
+        how = describe_code(code, own_worker=self.own_worker)
+        self.events.write("first_failure", rank=end.rank, host=end.host, how=how, stderr=list(end.tail))
         if len(self.ends) < self.plan.topology.world_size:
             self._say(f"rank {end.rank} on {end.host} {_briefly(code)}; stopping the others")
         self._stop(self.plan.failure_grace_s)
@@ -310,6 +329,9 @@ class _Launch:
         self.cancelled_by, self.cancelled_at = number, at
         grace_s = self.plan.checkpoint_grace_s
         again = "; once more kills them at once" if number == signal.SIGINT else ""
+        if not self.links:
+            self._say(f"{what}: no rank was started")
+            return
         self._say(f"{what}: ranks were asked to stop and have {grace_s:g} s to write a checkpoint{again}")
         self._stop(grace_s)
 
@@ -341,21 +363,18 @@ class _Launch:
             cancelled_by=self.cancelled_by,
             lost_host=self.lost_host,
             late=self.late,
+            num_ranks=self.plan.topology.world_size,
+            own_worker=self.own_worker,
         )
         self.events.write("launch_end", exit_code=outcome.exit_code)
         if self.events.problem:
             self._say(f"events.jsonl has a gap: {self.events.problem}")
-        self._tell(outcome)
+        first = outcome.first_failure
+        # Of rank 0 all is shown as it comes, of the others single lines.
+        shown = None if first and first.rank == 0 else frozenset(self.shown.get(first.rank, ()) if first else ())
+        words = render_end(outcome, RunDir(Path(self.plan.run_dir)), shown=shown)
+        self.err.write(words.encode("utf-8", "surrogateescape"))
         return outcome
-
-    def _tell(self, outcome: Outcome) -> None:
-        if outcome.first_failure is not None:
-            block = render_failure(outcome, str(self._log_path(outcome.first_failure.rank)))
-            self.err.write(block.encode("utf-8", "surrogateescape"))
-        elif outcome.exit_code == EXIT_STOPPED_AT_CHECKPOINT:
-            self._say("all ranks stopped at a checkpoint; go on with --resume (exit code 75)")
-        elif outcome.exit_code != 0:
-            self._say(render_stop(outcome))
 
     def close(self) -> None:
         """Stop what still runs (only after an error of ours), then let the last output out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from dslaunch.core.command import quote
 from dslaunch.core.errors import (
     EXIT_DIVERGED,
     EXIT_HOST_LOST,
@@ -14,16 +15,18 @@ from dslaunch.core.errors import (
     EXIT_STOPPED_AT_CHECKPOINT,
     EXIT_USAGE,
 )
+from dslaunch.core.run_dir import RunDir
 
 _SIGNAL_HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer: see `dmesg`, or use less host memory",
     signal.SIGBUS: "bus error, often /dev/shm is full or too small: in a container raise its shm size",
     signal.SIGSEGV: "a crash in native code: a broken build, or packages that do not fit together",
-    signal.SIGABRT: "native code gave up: its message is above, often a failed check in NCCL, gloo or C++",
+    signal.SIGABRT: "native code gave up, often at a failed check in NCCL, gloo or C++",
     signal.SIGILL: "an op was compiled for another CPU: remove the JIT cache (TORCH_EXTENSIONS_DIR)",
     signal.SIGTERM: "somebody asked it to stop, such as a scheduler or another user of this account",
     signal.SIGXCPU: "its limit of CPU time was used up (ulimit -t)",
 }
+# Of our own worker alone: what a user's command means by these is its own affair.
 _CODE_HINTS = {
     EXIT_USAGE: "usage or configuration",
     EXIT_NOT_READY: "the environment is not ready",
@@ -32,6 +35,8 @@ _CODE_HINTS = {
     EXIT_DIVERGED: "training diverged",
 }
 _TAIL_SHOWN = 12
+# How a rank ends that was asked to stop and did so; with anything else it failed by itself.
+_STOPPED = {128 + signal.SIGTERM, EXIT_STOPPED_AT_CHECKPOINT}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,11 @@ class RankEnd:
         """As a shell reports it: the code itself, 128+n for signal n."""
         return self.code if self.code >= 0 else 128 - self.code
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it ended because dslaunch asked it to."""
+        return self.asked and (self.code < 0 or self.code in _STOPPED)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -61,6 +71,13 @@ class Outcome:
     cancelled_by: int | None = None  # signal number
     lost_host: str | None = None
     late: tuple[int, ...] = ()  # ranks that had to be stopped after others stopped at a checkpoint
+    num_ranks: int = 0  # of the plan; some may never have started
+    own_worker: bool = False  # the ranks ran dslaunch's worker, whose exit codes have dslaunch's meaning
+
+    @property
+    def is_complete(self) -> bool:
+        """Every rank ended well, also where a signal came too late to stop them."""
+        return 0 < self.num_ranks == len(self.ends) and all(end.code == 0 for end in self.ends)
 
     @property
     def exit_code(self) -> int:
@@ -68,6 +85,8 @@ class Outcome:
         codes = {end.code for end in self.ends}
         if self.first_failure is not None:
             return self.first_failure.exit_code
+        if self.is_complete:
+            return 0
         if self.lost_host is not None:
             return EXIT_HOST_LOST
         if EXIT_STOPPED_AT_CHECKPOINT in codes and codes <= {0, EXIT_STOPPED_AT_CHECKPOINT}:
@@ -80,10 +99,11 @@ class Outcome:
         return next((end.exit_code for end in self.ends if end.code != 0), 0)
 
 
-def describe_code(code: int) -> str:
+def describe_code(code: int, *, own_worker: bool = False) -> str:
     """An exit code or a signal (-n) in words, e.g. ``killed by signal 9 (SIGKILL: ...)``."""
     if code >= 0:
-        return f"exited with code {code}" + (f" ({_CODE_HINTS[code]})" if code in _CODE_HINTS else "")
+        known = own_worker and code in _CODE_HINTS
+        return f"exited with code {code}" + (f" ({_CODE_HINTS[code]})" if known else "")
     try:
         name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
@@ -92,26 +112,50 @@ def describe_code(code: int) -> str:
     return f"was killed by signal {-code} ({name}{': ' + hint if hint else ''})"
 
 
-def render_failure(outcome: Outcome, log_path: str) -> str:
-    """The last block on stderr when a rank failed: who, how, its last words, where to read on."""
+def render_end(outcome: Outcome, run_dir: RunDir, *, shown: frozenset[str] | None) -> str:
+    """The last words on stderr, lines ended; empty where all went well and nobody cancelled.
+
+    ``shown``: the lines of stderr of the first failing rank that the user has
+    seen already; None where that is all of them.
+    """
+    if outcome.first_failure is not None:
+        return render_failure(outcome, str(run_dir.rank_log(outcome.first_failure.rank)), shown=shown)
+    if outcome.exit_code == EXIT_STOPPED_AT_CHECKPOINT:
+        if not outcome.own_worker:
+            return "dslaunch: all ranks exited with code 75 or 0\n"
+        script = quote(str(run_dir.launch_script))
+        return f"dslaunch: all ranks stopped at a checkpoint (exit code 75); go on with:\n  {script} --resume\n"
+    if outcome.exit_code != 0:
+        return f"dslaunch: {render_stop(outcome)}\n"
+    if outcome.cancelled_by is not None:
+        return "dslaunch: every rank had finished by then: exit code 0\n"
+    return ""
+
+
+def render_failure(outcome: Outcome, log_path: str, *, shown: frozenset[str] | None = frozenset()) -> str:
+    """The last block on stderr when a rank failed: who, how, its last words, where to read on.
+
+    Its last words are not repeated where the user has seen them all: see :func:`render_end`.
+    """
     first = outcome.first_failure
     assert first is not None
     lines = [
         f"dslaunch: rank {first.rank} on {first.host} failed first: "
-        f"it {describe_code(first.code)} {first.seconds:.1f} s after the start"
+        f"it {describe_code(first.code, own_worker=outcome.own_worker)} {first.seconds:.1f} s after the start"
     ]
     if first.code < 0:
         lines.append(f"  peak memory  {first.max_rss_bytes / 2**30:.2f} GiB resident")
-    if first.tail:
+    if not first.tail:
+        lines.append("  it wrote nothing to stderr")
+    elif shown is not None and not shown.issuperset(first.tail):
         lines.append("  last lines of its stderr:")
         lines += [f"    | {line}" for line in first.tail[-_TAIL_SHOWN:]]
-    else:
-        lines.append("  it wrote nothing to stderr")
     lines.append(f"  log          {log_path}")
     others = [end for end in outcome.ends if end.rank != first.rank]
     if others:
         lines.append(f"  others       {summarise(others)}")
-    lines.append(f"  exit code    {outcome.exit_code}")
+    if first.code < 0:
+        lines.append(f"  exit code    {outcome.exit_code}")
     return "\n".join(lines) + "\n"
 
 
@@ -133,7 +177,7 @@ def summarise(ends: list[RankEnd]) -> str:
     groups: dict[str, list[int]] = {}
     for end in ends:
         name = f"signal {-end.code}" if end.code < 0 else f"code {end.code}"
-        groups.setdefault(f"{'stopped by dslaunch' if end.asked else 'ended'} ({name})", []).append(end.rank)
+        groups.setdefault(f"{'stopped by dslaunch' if end.was_stopped else 'ended'} ({name})", []).append(end.rank)
     return "; ".join(f"{list_ranks(ranks)} {how}" for how, ranks in groups.items())
 
 

@@ -22,6 +22,7 @@ from dslaunch.core.run_dir import RunDir, cache_dir
 from dslaunch.train.checkpoint import find_whole_checkpoint, read_manifest, restore_checkpoint
 from dslaunch.train.checkpoint.record import DataRecord, RunRecord, check_same_data, read_record
 from dslaunch.train.corpus import Corpus, build_corpus
+from dslaunch.train.data.context import check_context, row_width
 from dslaunch.train.data.dataset import prepare_on_rank
 from dslaunch.train.data.isolation import check_packing_isolation
 from dslaunch.train.data.sampler import BatchSchedule
@@ -102,8 +103,11 @@ def build_job(
     loaded = load_model(plan, inputs.tokenizer)
     for note in loaded.notes:
         say(world, note)
+    _check_contexts(loaded, inputs, world)
+    say(world, f"starting DeepSpeed, ZeRO stage {plan.zero_stage}")
     engine = _build_engine(plan, loaded, inputs.schedule, world)
     if plan.data.packing:
+        say(world, "checking that packed samples do not see each other")
         check_packing_isolation(engine.module, len(inputs.tokenizer), engine.device)
     _seed_everything(plan.seed + world.rank)
     if start.checkpoint is not None:
@@ -192,6 +196,18 @@ def _make_record(plan: RunPlan, train: Corpus, schedule: BatchSchedule) -> RunRe
             total_steps=schedule.total_steps,
         ),
     )
+
+
+def _check_contexts(loaded: LoadedModel, inputs: Inputs, world: World) -> None:
+    """Rows must fit the model's positions: an error where it would crash, a note where it would be worse."""
+    for corpus in filter(None, (inputs.train, inputs.evaluation)):
+        note = check_context(
+            loaded.model.config,
+            row_width(int(corpus.lengths.max())),
+            longest_sample=int(corpus.dataset.lengths.max()),
+        )
+        if note is not None:
+            say(world, f"note: {note}")
 
 
 def _build_engine(plan: RunPlan, loaded: LoadedModel, schedule: BatchSchedule, world: World) -> Engine:

@@ -18,7 +18,7 @@ from dslaunch.train.data.sources import load_dataset
 from dslaunch.train.file_hash import hash_file
 
 # Raise it when the same record would give other tokens, masks or drops.
-CODE_VERSION = 1
+CODE_VERSION = 2
 
 _KEYS = re.compile(r'"(\w+)":')
 
