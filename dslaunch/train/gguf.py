@@ -39,6 +39,7 @@ def convert_gguf(path: Path, dtype: torch.dtype, models_dir: Path) -> Path:
     """
     if not path.is_file():
         raise ConfigError(f"no model file {path}")
+    path = path.resolve()  # a link and its file are one model
     try:
         target = models_dir / f"{path.stem}-{_key(path, dtype, models_dir)}"
         if (target / _COMPLETE).exists():
@@ -63,7 +64,7 @@ def _key(path: Path, dtype: torch.dtype, models_dir: Path) -> str:
 
 
 def _convert_into(path: Path, dtype: torch.dtype, target: Path) -> None:
-    print(f"converting {path.name} to safetensors ({dtype}), once", file=sys.stderr, flush=True)
+    print(f"converting {path.name} to safetensors ({dtype}), once; this may take a minute", file=sys.stderr, flush=True)
     model, tokenizer = _read_gguf(path, dtype)
     _check_room(model, target.parent)
     with new_directory(target, locked=True) as scratch:
