@@ -42,7 +42,7 @@ def mend_files(
         checked = check_file(name, data, target)
         if checked.kind == "deepspeed-config" and checked.readable:
             repaired = _mend(name, data.decode("utf-8"), target, show, err=write_to == "-")
-            if write_to is not None or in_place:
+            if write_to is not None or (in_place and repaired.done):
                 _write(repaired, path if in_place else str(write_to), force=force or in_place)
                 checked = CheckedFile(name, "deepspeed-config", repaired.left.findings)
         remaining.append(checked)
@@ -56,8 +56,7 @@ def _mend(name: str, text: str, target: Target, show: bool, *, err: bool) -> Rep
     repaired = repair_config(text, target)
     assert repaired is not None
     for finding in repaired.done:
-        if finding.severity != "info":
-            click.echo(f"{name}: {finding.key or 'the file'}: {finding.fix or 'mended'}", err=True)
+        click.echo(f"{name}: {finding.key or 'the file'}: {finding.fix or 'mended'}", err=True)
     if repaired.done and any(deviation.kind == "comment" for deviation in read_hjson(text).deviations):
         click.echo(f"note: {name}: // comments are not kept, since JSON has none", err=True)
     if show:

@@ -114,6 +114,13 @@ def test_fix_in_place_exits_by_what_remains(capsys: Capture) -> None:
     assert "sub_group_size" not in Path("two.json").read_text()
 
 
+def test_fix_in_place_leaves_a_right_file_alone(capsys: Capture) -> None:
+    before = Path("good.json").stat()
+    assert main(["check", "good.json", "--fix", "--in-place"]) == 0
+    after = Path("good.json").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
 def test_diff_shows_and_writes_nothing(capsys: Capture) -> None:
     before = Path("warned.json").read_text()
     assert main(["check", "warned.json", "--diff"]) == 0

@@ -28,7 +28,7 @@ def repair_config(text: str, target: Target) -> Repaired | None:
     """Mend what can be mended without a choice; None where the text cannot be read at all.
 
     A mended key may uncover another finding, so this goes round until nothing changes.
-    Remarks that are no keys are lost: JSON has none.
+    Advice is left alone. Remarks that are no keys are lost with any change: JSON has none.
     """
     checked = check_config(text, target)
     if checked.value is None:
@@ -38,7 +38,7 @@ def repair_config(text: str, target: Target) -> Repaired | None:
     for _ in range(_ROUNDS):
         assert checked.value is not None
         value = copy.deepcopy(checked.value)
-        mended = [finding for finding in checked.findings if finding.edits and _apply(value, finding.edits)]
+        mended = [f for f in checked.findings if f.edits and f.severity != "info" and _apply(value, f.edits)]
         if not mended:
             break
         done += mended

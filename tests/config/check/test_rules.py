@@ -196,6 +196,13 @@ class TestRepair:
         assert repaired is not None and repaired.text == text
         assert show_diff(text, repaired.text, "a.json") == ""
 
+    def test_comments_stay_where_nothing_is_wrong(self) -> None:
+        text = "// mine\n" + json.dumps(GOOD)
+        repaired = repair_config(text, Target())
+        assert repaired is not None and repaired.text == text
+        strict = repair_config(text, Target("hf-trainer"))
+        assert strict is not None and json.loads(strict.text) == json.loads(json.dumps(GOOD))
+
     def test_what_cannot_be_read_is_not_mended(self) -> None:
         assert repair_config("{", Target()) is None
 
