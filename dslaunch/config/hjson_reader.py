@@ -53,6 +53,7 @@ class Document:
     keys: dict[Path, int] = field(default_factory=dict)
     values: dict[Path, int] = field(default_factory=dict)
     unquoted: dict[Path, str] = field(default_factory=dict)
+    decimals: set[Path] = field(default_factory=set)  # whole numbers that are written like 1.0
     duplicates: list[Path] = field(default_factory=list)
     deviations: list[Deviation] = field(default_factory=list)
     _lines: list[int] | None = None
@@ -317,7 +318,10 @@ class _Reader:
             number = _NUMBER.match(self.text, start)
             if number is not None and number.end() == end:
                 self.at = end
-                return _number(number, start)
+                value = _number(number, start)
+                if number[2] and not number[3] and isinstance(value, int):
+                    self.document.decimals.add(path)
+                return value
             if stop is None or self.text[end] in "\r\n":
                 self.at = end
                 self.document.unquoted[path] = word

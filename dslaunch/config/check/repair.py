@@ -38,6 +38,7 @@ def repair_config(text: str, target: Target) -> Repaired | None:
     for _ in range(_ROUNDS):
         assert checked.value is not None
         value = copy.deepcopy(checked.value)
+        _restore_decimals(value, checked.document.decimals)
         mended = [f for f in checked.findings if f.edits and f.severity != "info" and _apply(value, f.edits)]
         if not mended:
             break
@@ -62,6 +63,18 @@ def _indent(text: str) -> int | str:
     if match is None:
         return 2
     return "\t" if "\t" in match[1] else min(len(match[1]), 8)
+
+
+def _restore_decimals(value: dict[str, Any], decimals: set[KeyPath]) -> None:
+    """1.0 stays 1.0, though hjson reads it as 1. A key written twice may hold something else by now."""
+    for path in decimals:
+        holder = _holder(value, path)
+        try:
+            number = holder[path[-1]]
+        except (TypeError, KeyError, IndexError):
+            continue
+        if type(number) is int:
+            holder[path[-1]] = float(number)
 
 
 def _apply(value: dict[str, Any], edits: tuple[Edit, ...]) -> bool:

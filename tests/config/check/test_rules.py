@@ -196,6 +196,16 @@ class TestRepair:
         assert repaired is not None and repaired.text == text
         assert show_diff(text, repaired.text, "a.json") == ""
 
+    def test_numbers_keep_their_form(self) -> None:
+        text = '{"train_batch_size": 8, "gradient_clipping": 1.0, "dump_state": "true",'
+        text += '"a": {"b": [2.0, 3, 1e9]},'
+        text += '"x": 1.0, "x": "y", "z": [[1.0]], "z": 3}'
+        repaired = repair_config(text, Target())
+        assert repaired is not None
+        assert '"gradient_clipping": 1.0' in repaired.text
+        assert json.loads(repaired.text)["a"]["b"] == [2.0, 3, 1000000000]
+        assert "3," in repaired.text and "2.0," in repaired.text
+
     def test_comments_stay_where_nothing_is_wrong(self) -> None:
         text = "// mine\n" + json.dumps(GOOD)
         repaired = repair_config(text, Target())
