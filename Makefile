@@ -44,7 +44,7 @@ format: $(INSTALLED)
 
 # What is made from the code: docs/run-file.md, docs/run-file.schema.json, docs/commands.md
 docs: $(INSTALLED)
-	$(PY) -m dslaunch.config.schema
+	$(PY) -m dslaunch.config.run_file_docs
 	$(PY) -m dslaunch.cli.reference
 
 # Run directories (runs/) are yours: they are never removed.

@@ -7,7 +7,8 @@ alike; each figure is the median over the rounds of user + system time of the wh
 process, start of the interpreter and imports included. Commands that are not
 installed are named and left out. Exit code 1 where a limit is broken:
 `dslaunch --help` 0.12 s; `dslaunch gen-config` 2 x a process that only imports
-click, jinja2, pydantic and yaml, measured in the same rounds.
+click, jinja2, pydantic and yaml, `dslaunch check` 2 x one that imports click and the
+modules of the standard library that it needs, measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_FILE = ROOT / "examples" / "quickstart.yaml"
+CONFIG = ROOT / "tests" / "golden" / "ds_config" / "a100-bf16-accumulation-stage3.json"
 SCRIPTS = Path(sys.executable).parent
 
 HELP_LIMIT_S = 0.12
@@ -31,6 +33,10 @@ GEN_CONFIG_LIMIT = 2.0  # times the imports alone
 
 HELP = "dslaunch --help"
 GEN_CONFIG = "dslaunch gen-config RUN.yaml"
+CHECK_IMPORTS = "import click, json, re, difflib, dataclasses, pathlib"
+CHECK = "dslaunch check CONFIG.json"
+CHECK_LIMIT = 2.0
+
 IMPORTS = "import click, jinja2, pydantic, yaml"
 FLAGS = ["--zero-stage", "2", "--num-gpus-per-node", "2", "--precision", "fp32", "--train-batch-size", "8"]
 
@@ -43,6 +49,8 @@ def commands() -> dict[str, list[str]]:
         IMPORTS: [sys.executable, "-c", IMPORTS],
         GEN_CONFIG: [str(SCRIPTS / "dslaunch"), "gen-config", str(RUN_FILE)],
         "dslaunch gen-config (flags)": [str(SCRIPTS / "dslaunch"), "gen-config", *FLAGS, "--lr", "1e-4"],
+        CHECK_IMPORTS: [sys.executable, "-c", CHECK_IMPORTS],
+        CHECK: [str(SCRIPTS / "dslaunch"), "check", str(CONFIG)],
         "dslaunch plan RUN.yaml": [str(SCRIPTS / "dslaunch"), "plan", str(RUN_FILE)],
     }
     for name in ("deepspeed", "trl"):
@@ -89,6 +97,9 @@ def broken_limits(median: dict[str, float]) -> list[str]:
     limit = GEN_CONFIG_LIMIT * median[IMPORTS]
     if median[GEN_CONFIG] > limit:
         broken.append(f"{GEN_CONFIG}: {median[GEN_CONFIG]:.3f} s, limit {limit:.3f} s (2 x the imports)")
+    limit = CHECK_LIMIT * median[CHECK_IMPORTS]
+    if median[CHECK] > limit:
+        broken.append(f"{CHECK}: {median[CHECK]:.3f} s, limit {limit:.3f} s (2 x the imports)")
     return broken
 
 

@@ -13,6 +13,7 @@ from dslaunch.cli.main import VERBS
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 RUN_FILE = REPO_ROOT / "examples" / "quickstart.yaml"
+DS_CONFIG = REPO_ROOT / "tests" / "golden" / "ds_config" / "a100-bf16-accumulation-stage3.json"
 
 # Of these, the first costs seconds; none has a place on a login node.
 HEAVY = {"torch", "deepspeed", "transformers", "peft", "datasets", "numpy", "pandas", "pyarrow", "tokenizers"}
@@ -78,6 +79,7 @@ def test_help_of_a_verb_imports_click_alone(verb: str) -> None:
         ("plan", str(RUN_FILE)),
         ("launch", str(RUN_FILE), "--dry-run"),
         ("template", "list"),
+        ("check", str(RUN_FILE)),
     ],
     ids=lambda argv: " ".join(argv[:1]) + (" from flags" if "--lr" in argv else ""),
 )  # fmt: skip
@@ -87,6 +89,11 @@ def test_resolving_imports_nothing_heavy(argv: tuple[str, ...], tmp_path: Path) 
     assert not tops & HEAVY
     assert tops <= RESOLVING
     assert not any(name.startswith(("dslaunch.train", "dslaunch.losses")) for name in modules)
+
+
+@pytest.mark.parametrize("argv", [("check", str(DS_CONFIG), "--gpu", "a100"), ("explain", "fp16")])
+def test_checking_a_config_imports_click_alone(argv: tuple[str, ...], tmp_path: Path) -> None:
+    assert third_party(imported(*argv, cwd=tmp_path)) == {"click"}
 
 
 def test_the_probe_sees_an_import(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from dslaunch.core.errors import EXIT_CANCELLED_INT, EXIT_NOT_READY, EXIT_OUR_BU
 # verb -> (module, what --help says). The module holds a click command named `command`.
 VERBS: dict[str, tuple[str, str]] = {
     "gen-config": ("dslaunch.cli.gen_config", "Print the DeepSpeed JSON of a run file or of flags."),
+    "check": ("dslaunch.cli.check", "Check a DeepSpeed config, run file or hostfile."),
+    "explain": ("dslaunch.cli.explain", "Say what a DeepSpeed key or the loss scale does."),
     "plan": ("dslaunch.cli.plan", "Show every resolved value with its reason and source."),
     "launch": ("dslaunch.cli.launch", "Start the ranks of a run file, or of any command."),
     "export": ("dslaunch.cli.export", "Write a checkpoint as a Hugging Face directory."),

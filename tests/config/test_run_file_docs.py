@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
-from dslaunch.config import schema
+from dslaunch.config import run_file_docs
 from dslaunch.config.problems import _SYNONYMS, model_in
 from dslaunch.config.spec import RunSpec
 from dslaunch.core.errors import ConfigError
@@ -31,15 +31,20 @@ def all_keys(model: Any = RunSpec, prefix: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("path", "render"),
-    [(schema.MARKDOWN, schema.render_markdown), (schema.JSON_SCHEMA, schema.render_json_schema)],
+    [
+        (run_file_docs.MARKDOWN, run_file_docs.render_markdown),
+        (run_file_docs.JSON_SCHEMA, run_file_docs.render_json_schema),
+    ],
 )
 def test_the_documents_are_current(path: Path, render: Any) -> None:
-    assert (REPO_ROOT / path).read_text(encoding="utf-8") == render(), "run: python -m dslaunch.config.schema"
+    assert (REPO_ROOT / path).read_text(encoding="utf-8") == render(), (
+        "run: python -m dslaunch.config.run_file_docs"
+    )
 
 
 def test_every_key_is_described_and_documented() -> None:
-    text = schema.render_markdown()
-    assert set(schema.ORDER) == set(RunSpec.model_fields)
+    text = run_file_docs.render_markdown()
+    assert set(run_file_docs.ORDER) == set(RunSpec.model_fields)
     for key, field in all_keys().items():
         assert field.description, key
         shared = key.replace("data.eval.", "data.train.").replace("offload_param.", "offload_optimizer.")
@@ -47,14 +52,14 @@ def test_every_key_is_described_and_documented() -> None:
 
 
 def test_the_smallest_run_file_of_the_document_is_one() -> None:
-    (example,) = re.findall(r"```yaml\n(.*?)```", schema.render_markdown(), re.DOTALL)
+    (example,) = re.findall(r"```yaml\n(.*?)```", run_file_docs.render_markdown(), re.DOTALL)
     assert load(example).spec.data.train[0].path == "train.jsonl"
 
 
 def test_documents_are_written_where_they_belong(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    assert schema.write_documents(tmp_path) == [schema.MARKDOWN, schema.JSON_SCHEMA]
-    assert json.loads((tmp_path / schema.JSON_SCHEMA).read_text())["title"] == "dslaunch run file"
+    assert run_file_docs.write_documents(tmp_path) == [run_file_docs.MARKDOWN, run_file_docs.JSON_SCHEMA]
+    assert json.loads((tmp_path / run_file_docs.JSON_SCHEMA).read_text())["title"] == "dslaunch run file"
 
 
 ACCEPTED = [
@@ -82,14 +87,16 @@ REFUSED = [
 @pytest.mark.parametrize("text", ACCEPTED)
 def test_the_json_schema_accepts_what_we_accept(text: str) -> None:
     load(text)
-    jsonschema.Draft202012Validator(json.loads(schema.render_json_schema())).validate(yaml.safe_load(text))
+    jsonschema.Draft202012Validator(json.loads(run_file_docs.render_json_schema())).validate(
+        yaml.safe_load(text)
+    )
 
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_the_json_schema_refuses_what_we_refuse(text: str) -> None:
     with pytest.raises(ConfigError):
         load(text)
-    validator = jsonschema.Draft202012Validator(json.loads(schema.render_json_schema()))
+    validator = jsonschema.Draft202012Validator(json.loads(run_file_docs.render_json_schema()))
     assert not validator.is_valid(yaml.safe_load(text))
 
 

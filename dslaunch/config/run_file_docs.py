@@ -1,4 +1,4 @@
-"""docs/run-file.md and its JSON schema, made from the spec: ``python -m dslaunch.config.schema``."""
+"""docs/run-file.md and its JSON schema, made from the spec: ``python -m dslaunch.config.run_file_docs``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ORDER = [
 ]
 
 _HEAD = """\
-<!-- Made by `python -m dslaunch.config.schema` (make docs). Change the spec, not this file. -->
+<!-- Made by `python -m dslaunch.config.run_file_docs` (make docs). Change the spec, not this file. -->
 
 # The run file
 

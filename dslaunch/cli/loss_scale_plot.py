@@ -1,0 +1,88 @@
+"""The course of a loss scale in text: what happened when, and a plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dslaunch.core.loss_scale import LossScaleRule, LossScaleStep
+
+_EVENTS = {
+    "hysteresis": "overflow, step skipped; hysteresis goes down to {left}, the scale stays",
+    "halved": "overflow, step skipped; the scale is halved to {scale}",
+    "floor": "overflow, step skipped; the scale is at its floor",
+    "skipped": "overflow, step skipped; a static scale does not move",
+    "stopped": "overflow at min_loss_scale: DeepSpeed stops the run here",
+    "doubled": "no overflow for a whole window: the scale is doubled to {scale}",
+}
+_WIDTH = 76
+
+
+def rule_lines(rule: LossScaleRule) -> list[str]:
+    """The settings in words."""
+    if not rule.dynamic:
+        return [
+            f"static scale {rule.loss_scale:g}: each loss is multiplied by it; overflows only skip their step"
+        ]
+    lines = [
+        f"starts at 2^{rule.initial_scale_power} = {2**rule.initial_scale_power}",
+        f"doubles after {rule.loss_scale_window} steps without overflow"
+        f" (the first time after {rule.loss_scale_window + 1})",
+    ]
+    if rule.hysteresis == 1:
+        lines.append("every overflow skips its step and halves the scale")
+    else:
+        refill = "at every good step" if rule.consecutive_hysteresis else "only when the scale doubles"
+        spared = rule.hysteresis - 1
+        first = (
+            "the first overflow only skips its step"
+            if spared == 1
+            else f"the first {spared} overflows only skip their step"
+        )
+        lines.append(
+            f"hysteresis {rule.hysteresis}: {first}, later ones halve the scale too; refilled {refill}"
+        )
+    lines.append(f"an overflow at {rule.min_loss_scale:g} (min_loss_scale) stops the run at ZeRO stages 1-3")
+    return lines
+
+
+def event_lines(course: Sequence[LossScaleStep]) -> list[str]:
+    """One line for each step in which something happened."""
+    lines = []
+    for step in course:
+        if step.event:
+            text = _EVENTS[step.event].format(scale=f"{step.next_scale:g}", left=step.hysteresis_left)
+            lines.append(f"step {step.step:>5}  scale {step.scale:<10g}  {text}")
+    return lines
+
+
+def plot_lines(course: Sequence[LossScaleStep]) -> list[str]:
+    """The scale over the steps, one line a power of two, ``x`` where a step was skipped."""
+    if not course:
+        return []
+    columns = _columns(course)
+    powers = [[math.log2(step.scale) for step in column] for column in columns]
+    top = math.floor(max(max(column) for column in powers))
+    bottom = math.floor(min(min(column) for column in powers))
+    lines = []
+    for power in range(top, bottom - 1, -1):
+        marks = "".join("#" if any(math.floor(p) == power for p in column) else " " for column in powers)
+        lines.append(f"{_power(power):>10} |{marks}".rstrip())
+    skipped = "".join("x" if any(step.overflow for step in column) else " " for column in columns)
+    lines.append(f"{'skipped':>10} |{skipped}".rstrip())
+    per = len(columns[0])
+    first, last = course[0].step, course[-1].step
+    lines.append(f"{'':>11}+{'-' * len(columns)}")
+    lines.append(f"{'':>12}step {first} to {last}" + (f", {per} steps a column" if per > 1 else ""))
+    return lines
+
+
+def _power(power: int) -> str:
+    return str(2**power) if 0 <= power < 30 else f"2^{power}"
+
+
+def _columns(course: Sequence[LossScaleStep]) -> list[Sequence[LossScaleStep]]:
+    per = -(-len(course) // _WIDTH)
+    return [course[i : i + per] for i in range(0, len(course), per)]

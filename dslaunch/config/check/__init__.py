@@ -1,0 +1,94 @@
+"""Check a DeepSpeed config: what DeepSpeed would refuse, ignore or read as something else.
+
+    findings = check_config(text, Target(world_size=8))
+
+Works on any config, without torch or DeepSpeed. The table of keys is in
+:mod:`dslaunch.config.schema`; rules that join several keys are one file a subject here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dslaunch.config.check.batch import check_batch
+from dslaunch.config.check.context import Checker, Reader, Target
+from dslaunch.config.check.keys import check_keys, parse_version
+from dslaunch.config.check.optimizer import check_optimizer
+from dslaunch.config.check.precision import check_precision
+from dslaunch.config.check.syntax import check_syntax, looks_like_deepspeed, unreadable
+from dslaunch.config.check.zero import check_zero
+from dslaunch.config.hjson_reader import Document, HjsonError, read_hjson
+from dslaunch.config.schema import VERSION, VERSIONS
+from dslaunch.core.finding import Finding
+
+__all__ = ["CheckedConfig", "Reader", "Target", "check_config", "looks_like_deepspeed"]
+
+
+@dataclass(frozen=True)
+class CheckedConfig:
+    """``value`` is None where the text cannot be read (then there is one finding, ``syntax``)."""
+
+    findings: tuple[Finding, ...]
+    value: dict[str, Any] | None
+    document: Document
+
+    @property
+    def readable(self) -> bool:
+        return self.value is not None
+
+
+def check_config(text: str, target: Target | None = None) -> CheckedConfig:
+    """All findings about a DeepSpeed config's text, in file order.
+
+    Never raises for what stands in the text. A text that is no hjson, or no mapping,
+    gives one finding with the code ``syntax``.
+    """
+    target = target or Target()
+    try:
+        document = read_hjson(text)
+    except HjsonError as error:
+        document = Document(text.replace("\r\n", "\n"))
+        return CheckedConfig((unreadable(text, error, document),), None, document)
+    except RecursionError:
+        document = Document(text)
+        return CheckedConfig(
+            (Finding("syntax", "error", "", "nested too deeply to be read"),), None, document
+        )
+    if not isinstance(document.value, dict):
+        return CheckedConfig((_no_mapping(text, document),), None, document)
+    checker = Checker(document, target)
+    check_version(checker)
+    check_syntax(checker)
+    if "\r\n" in text:
+        checker.report("line-ends", "info", (), "lines end as on Windows (CRLF), which both readers accept")
+    check_keys(checker)
+    check_batch(checker)
+    check_precision(checker)
+    check_optimizer(checker)
+    check_zero(checker)
+    found = sorted(checker.findings, key=lambda finding: (finding.line or 0, finding.column or 0))
+    return CheckedConfig(tuple(found), document.value, document)
+
+
+def check_version(checker: Checker) -> None:
+    """Say where the target's DeepSpeed lies outside the versions that the table was made from."""
+    version = checker.target.version
+    if not parse_version(VERSIONS[0]) <= parse_version(version) <= parse_version(VERSION):
+        checker.report(
+            "unknown-version",
+            "info",
+            (),
+            f"DeepSpeed {version} is not known here; the keys are those of {VERSIONS[0]} to {VERSION}",
+        )
+
+
+def _no_mapping(text: str, document: Document) -> Finding:
+    stripped = text.strip()
+    if stripped.endswith(".json") and "\n" not in stripped:
+        return unreadable(text, HjsonError("the file holds a path", 0), document)
+    kinds: dict[type[Any], str] = {list: "a list", str: "a text"}
+    kind = kinds.get(type(document.value), "a single value")
+    return Finding(
+        "syntax", "error", "", f"cannot be read: {kind} stands where a config in braces is expected", 1, 1
+    )

@@ -1,0 +1,192 @@
+"""Files of any kind: what a file is, by its content, and what is wrong with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dslaunch.config.check import Target, check_config, looks_like_deepspeed
+from dslaunch.config.hjson_reader import Document, HjsonError, read_hjson
+from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
+from dslaunch.core.finding import Finding
+
+if TYPE_CHECKING:
+    from dslaunch.config.load import LoadedSpec
+
+Kind = Literal["deepspeed-config", "run-file", "hostfile", "batch-script", "unknown"]
+
+_SCRIPT = re.compile(r"\A\ufeff?#!|^#(?:SBATCH|PBS|BSUB|PJM|FLUX:|\$ -)", re.MULTILINE)
+_HOST_LINE = re.compile(r"^[^\s#{}\":]\S*\s+slots\s*=", re.MULTILINE)
+_RUN_KEY = re.compile(r"^(?:model|data|task|adapter|precision|cluster|launch|output)\s*:", re.MULTILINE)
+_PLACE = re.compile(r"^(?P<file>.*?):(?P<line>\d+)(?::(?P<column>\d+))?: (?P<text>.*)$", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """``readable`` is false where nothing could be checked: exit code 2."""
+
+    path: str
+    kind: Kind
+    findings: tuple[Finding, ...]
+    readable: bool = True
+
+    def count(self, severity: str) -> int:
+        return sum(finding.severity == severity for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of ``files`` in ``--json``."""
+        found = [finding.to_json() for finding in self.findings]
+        return {"path": self.path, "kind": self.kind, "findings": found}
+
+
+def check_file(path: str, data: bytes, target: Target) -> CheckedFile:
+    """Check the content of a file (``path`` names it and hints at its kind). Raises nothing for it."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        finding = Finding("encoding", "error", "", "not UTF-8 text", line, None, "save the file as UTF-8")
+        return CheckedFile(path, "unknown", (finding,), readable=False)
+    kind = find_kind(path, text)
+    if kind == "hostfile":
+        return _check_hostfile(path, text)
+    if kind == "run-file":
+        return _check_run_file(path, text, target)
+    if kind == "batch-script":
+        note = Finding(
+            "not-checked", "info", "", "a script: only configs, run files and hostfiles are checked"
+        )
+        return CheckedFile(path, kind, (note,))
+    checked = check_config(text, target)
+    if kind == "unknown" and checked.readable:
+        none = Finding(
+            "unknown-kind", "error", "", "neither a DeepSpeed config nor a run file nor a hostfile"
+        )
+        return CheckedFile(path, kind, (none,), readable=False)
+    return CheckedFile(path, kind, checked.findings, checked.readable)
+
+
+def find_kind(path: str, text: str) -> Kind:
+    """What a file is: by what stands in it, and only where that leaves it open by its name."""
+    suffix = Path(path).suffix.lower()
+    if _SCRIPT.search(text):
+        return "batch-script"
+    if _HOST_LINE.search(text):
+        return "hostfile"
+    begins = text.lstrip("\ufeff \t\r\n")[:1]
+    if begins == "{" or suffix in (".json", ".hjson", ".json5"):
+        return "deepspeed-config"
+    if _RUN_KEY.search(text) or suffix in (".yaml", ".yml"):
+        return "run-file"
+    try:
+        return "deepspeed-config" if looks_like_deepspeed(read_hjson(text).value) else "unknown"
+    except (HjsonError, RecursionError):
+        return "unknown"
+
+
+def missing_file(path: str, cwd: Path) -> CheckedFile:
+    """The finding for a path that is not there, with the nearest that is."""
+    message = f"not found (in {cwd})"
+    near = nearest_path(path)
+    hint = f"did you mean {near}?" if near else None
+    finding = Finding("not-found", "error", "", message, hint=hint)
+    return CheckedFile(path, "unknown", (finding,), readable=False)
+
+
+def nearest_path(path: str) -> str | None:
+    """An existing path that differs little in its folders or its last part."""
+    import difflib
+
+    wanted = Path(path)
+    parent = wanted.parent
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    names = [str(found) for found in parent.glob("*")]
+    names += [str(found) for found in parent.glob(f"*/{wanted.name}")]
+    near = difflib.get_close_matches(path, names, n=1)
+    return near[0] if near else None
+
+
+def _check_hostfile(path: str, text: str) -> CheckedFile:
+    from dslaunch.core.hostfile import parse_hostfile
+
+    try:
+        hosts = parse_hostfile(text, path)
+    except HostfileError as error:
+        return CheckedFile(path, "hostfile", (_from_error(error, "hostfile"),))
+    findings = []
+    names = [host.name for host in hosts]
+    local = [name for name in names if name in ("localhost", "127.0.0.1", "::1")]
+    if local and len(names) > 1:
+        message = f"{local[0]} stands beside other hosts: they would look for it on themselves"
+        findings.append(
+            Finding("hostfile", "warning", "", message, hint="write the name that the others know")
+        )
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := re.search(r"\sslots=(\d+)([A-Za-z]\w*)\s*(?:#|$)", line):
+            message = (
+                f"slots={match[1]}{match[2]} is one slot of that name here; DeepSpeed reads {match[1]} slots"
+            )
+            findings.append(
+                Finding("hostfile", "warning", "", message, number, hint=f"write slots={match[1]}")
+            )
+    return CheckedFile(path, "hostfile", tuple(findings))
+
+
+def _check_run_file(path: str, text: str, target: Target) -> CheckedFile:
+    from dslaunch.config.load import load_run_file
+
+    try:
+        loaded = load_run_file(Path(path), text=text)
+    except ConfigErrors as errors:
+        return CheckedFile(
+            path, "run-file", tuple(_from_error(error, "run-file") for error in errors.problems)
+        )
+    except ConfigError as error:
+        return CheckedFile(path, "run-file", (_from_error(error, "run-file"),))
+    findings = [_from_note(note) for note in loaded.notes]
+    if loaded.spec.deepspeed:
+        findings += _check_overrides(loaded, target)
+    return CheckedFile(path, "run-file", tuple(findings))
+
+
+def _check_overrides(loaded: LoadedSpec[Any], target: Target) -> list[Finding]:
+    """The raw keys under ``deepspeed:``: names, types and ranges as in any config."""
+    from dslaunch.config.check.context import Checker
+    from dslaunch.config.check.keys import check_keys
+
+    checker = Checker(Document("", _listed(loaded.spec.deepspeed)), target)
+    check_keys(checker)
+    found = []
+    for finding in checker.findings:
+        key = f"deepspeed.{finding.key}"
+        line, message = loaded.line(key) or None, f"deepspeed.{finding.message}"
+        found.append(replace(finding, key=key, line=line, message=message, fix=None, edits=()))
+    return found
+
+
+def _listed(value: Any) -> Any:
+    """A run file's tuples as lists, which is what a JSON config has."""
+    if isinstance(value, Mapping):
+        return {key: _listed(item) for key, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def _from_error(error: ConfigError, code: str) -> Finding:
+    match = _PLACE.match(error.message)
+    if match is None:
+        return Finding(code, "error", "", error.message, hint=error.hint)
+    column = int(match["column"]) if match["column"] else None
+    key = re.match(r"(?:unknown key )?([\w.\[\]-]+)(?=[:;,]|$)", match["text"])
+    name = key[1] if key else ""
+    return Finding(code, "error", name, match["text"], int(match["line"]), column, error.hint)
+
+
+def _from_note(note: str) -> Finding:
+    match = _PLACE.match(note)
+    if match is None:
+        return Finding("note", "info", "", note)
+    return Finding("note", "info", "", match["text"], int(match["line"]))

@@ -1,0 +1,132 @@
+"""The text itself: how DeepSpeed's hjson and the Hugging Face Trainer's JSON read it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from dslaunch.config.check.context import Checker
+from dslaunch.config.hjson_reader import Document, HjsonError
+from dslaunch.config.schema import find_key
+from dslaunch.core.finding import Edit, Finding, KeyPath
+
+_PLACEHOLDER = re.compile(r"\$\{?\w+\}?|\{\{.*?\}\}|\{%.*?%\}|^<[^<>]+>$")
+_CAPITALS = re.compile(r"^[A-Z][A-Z0-9_]{2,},?$")
+_WORDS = {"true": True, "false": False, "none": None, "null": None, "yes": True, "no": False}
+_DEVIATIONS = {
+    "comment": "a comment",
+    "quotes": "a key or text without double quotes",
+    "string": "a text without quotes",
+    "braces": "no braces around the config",
+    "bom": "a byte order mark at the start",
+}
+
+
+def unreadable(text: str, error: HjsonError, document: Document) -> Finding:
+    """The finding for a text that is no hjson at all; names the usual causes."""
+    line, column = document.position(min(error.offset, len(text)))
+    message, hint = error.message, "look at the lines just above; a bracket or quote may be missing"
+    if text.startswith("version https://git-lfs"):
+        message, hint = "this is a Git LFS pointer, not the config", "fetch the file itself: git lfs pull"
+    elif re.search(r"^\s*```", text, re.MULTILINE):
+        message, hint = "a Markdown fence (```) stands in the file", "remove the lines with ```"
+    elif found := re.search(r"\{[{%].*?[%}]\}", text):
+        message = f"the template tag {found.group()} was never filled in"
+        hint = "render the template, and check what comes out"
+        line, column = document.position(found.start())
+    elif "\n" not in text.strip() and re.fullmatch(r"[\w./~-]+\.json", text.strip()):
+        message, hint = "the file holds the path of a config, not a config", f"check {text.strip()}"
+    return Finding("syntax", "error", "", f"cannot be read: {message}", line, column, hint)
+
+
+def check_syntax(checker: Checker) -> None:
+    """Duplicate keys, texts without quotes, placeholders, and what strict JSON would refuse."""
+    for path in checker.document.duplicates:
+        checker.report(
+            "duplicate-key",
+            "error",
+            path,
+            "is written twice, which DeepSpeed refuses (and JSON takes the last)",
+            "keep one of them",
+        )
+    for path, word in checker.document.unquoted.items():
+        _check_bare_word(checker, path, word)
+    _check_placeholders(checker, (), checker.config)
+    _check_strictness(checker)
+
+
+def _check_bare_word(checker: Checker, path: KeyPath, word: str) -> None:
+    if _is_placeholder(word, bare=True):
+        return  # said by _check_placeholders
+    plain = word.rstrip(",").strip()
+    message = f"{word!r} has no quotes, so hjson reads the rest of the line as the text {word!r}"
+    if plain.lower() in _WORDS:
+        value = _WORDS[plain.lower()]
+        shown = {True: "true", False: "false", None: "null"}[value]
+        checker.report(
+            "bare-word",
+            "error",
+            path,
+            message,
+            f"write {shown}",
+            fix=f"write {shown}",
+            edits=(Edit("set", path, value),),
+        )
+    elif word.endswith(","):
+        checker.report("bare-word", "error", path, message, f'write "{plain}" in quotes')
+    else:
+        checker.report("bare-word", "warning", path, message, f'write "{plain}" in quotes')
+
+
+def _check_placeholders(checker: Checker, path: KeyPath, value: Any) -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_placeholders(checker, (*path, name), item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_placeholders(checker, (*path, index), item)
+    elif isinstance(value, str) and _is_placeholder(value, bare=path in checker.document.unquoted):
+        checker.report(
+            "placeholder",
+            "error",
+            path,
+            f"{value.rstrip(',')!r} was never filled in",
+            "render the template or let the shell expand it, and check what comes out",
+        )
+
+
+def _is_placeholder(text: str, *, bare: bool) -> bool:
+    return bool(_PLACEHOLDER.search(text) or (bare and _CAPITALS.match(text)))
+
+
+def _check_strictness(checker: Checker) -> None:
+    """What DeepSpeed forgives and json.load does not: once for each kind, at its first place."""
+    strict = checker.target.reader != "raw"
+    seen: set[str] = set()
+    for deviation in checker.document.deviations:
+        kind = deviation.kind + (deviation.text if deviation.kind == "comma" else "")
+        if kind in seen:
+            continue
+        seen.add(kind)
+        what = _DEVIATIONS.get(deviation.kind) or f"a comma {deviation.text}"
+        line, column = checker.document.position(deviation.offset)
+        who = "the Hugging Face Trainer and accelerate read strict JSON and"
+        verb = "refuse the file" if strict else "would refuse the file; DeepSpeed itself accepts it"
+        checker.findings.append(
+            Finding(
+                "strict-json",
+                "error" if strict else "info",
+                "",
+                f"{what}: {who} {verb}",
+                line,
+                column,
+                "write plain JSON",
+                "write plain JSON",
+                (Edit("set", ()),),
+            )
+        )
+
+
+def looks_like_deepspeed(value: Any) -> bool:
+    """Whether a mapping has at least one key that DeepSpeed knows."""
+    return isinstance(value, dict) and any(find_key(str(name)) is not None for name in value)

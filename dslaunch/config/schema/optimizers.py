@@ -1,0 +1,149 @@
+"""Optimizers and schedules that a DeepSpeed config can name, with the arguments of each.
+
+They are the constructors' own parameters (an unknown one is a TypeError at start), held
+against the installed DeepSpeed and torch by tests/config/test_key_table.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """``tested``: ZeRO takes it without zero_allow_untested_optimizer. ``elementwise``: ZeRO's flat
+    shards do not change its meaning."""
+
+    name: str
+    params: frozenset[str]
+    tested: bool = False
+    elementwise: bool = True
+    from_torch: bool = False
+
+
+def _of(name: str, params: str, **facts: bool) -> Optimizer:
+    return Optimizer(name, frozenset(params.split()), **facts)
+
+
+_ADAM = (
+    "lr bias_correction betas eps weight_decay amsgrad adam_w_mode torch_adam fp32_optimizer_states"
+    " set_grad_none foreach maximize capturable differentiable fused"
+)
+_TORCH = "lr weight_decay foreach maximize differentiable capturable"
+_OWN = (
+    _of("Adam", _ADAM, tested=True),
+    _of("AdamW", _ADAM, tested=True),
+    _of(
+        "Adagrad",
+        "lr lr_decay eps weight_decay amsgrad fp32_optimizer_states initial_accumulator_value foreach"
+        " maximize differentiable fused",
+        tested=True,
+    ),
+    _of(
+        "Lamb",
+        "lr bias_correction betas eps eps_inside_sqrt weight_decay max_coeff min_coeff amsgrad",
+        elementwise=False,
+    ),
+    _of("Lion", "lr betas weight_decay set_grad_none fp32_optimizer_states", tested=True),
+    _of(
+        "Muon",
+        "lr betas eps weight_decay momentum ns_method muon_lr adam_lr adam_w_mode torch_adam"
+        " fp32_optimizer_states foreach",
+        tested=True,
+        elementwise=False,
+    ),
+    _of("MuAdam", "lr betas eps weight_decay amsgrad"),
+    _of("MuAdamW", "lr betas eps weight_decay amsgrad"),
+    _of("MuSGD", "lr momentum dampening weight_decay nesterov"),
+)
+_FROM_TORCH = (
+    _of(
+        "SGD",
+        "lr weight_decay foreach maximize differentiable momentum dampening nesterov fused",
+        from_torch=True,
+    ),
+    _of("NAdam", f"{_TORCH} betas eps momentum_decay decoupled_weight_decay", from_torch=True),
+    _of("RAdam", f"{_TORCH} betas eps decoupled_weight_decay", from_torch=True),
+    _of("Adamax", f"{_TORCH} betas eps", from_torch=True),
+    _of("Adadelta", f"{_TORCH} rho eps", from_torch=True),
+    _of("RMSprop", f"{_TORCH} alpha eps momentum centered", from_torch=True),
+    _of("Rprop", "lr etas step_sizes foreach maximize differentiable capturable", from_torch=True),
+    _of("ASGD", f"{_TORCH} lambd alpha t0", from_torch=True),
+    _of(
+        "Adafactor",
+        "lr beta2_decay eps d weight_decay foreach maximize",
+        elementwise=False,
+        from_torch=True,
+    ),
+)
+# DeepSpeed's own are found in any spelling of case, torch's only in the exact one.
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    **{optimizer.name.lower(): optimizer for optimizer in _OWN},
+    **{optimizer.name: optimizer for optimizer in _FROM_TORCH},
+}
+GONE_OPTIMIZERS = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
+# In torch.optim, but no optimizer that a config can build.
+NOT_FOR_CONFIGS = frozenset({"LBFGS", "SparseAdam", "Optimizer"})
+
+SCHEDULES: Mapping[str, frozenset[str]] = {
+    "WarmupLR": frozenset(
+        ["warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration"]
+    ),
+    "WarmupDecayLR": frozenset(
+        [
+            "total_num_steps",
+            "warmup_min_lr",
+            "warmup_max_lr",
+            "warmup_num_steps",
+            "warmup_type",
+            "last_batch_iteration",
+        ]
+    ),
+    "WarmupCosineLR": frozenset(
+        [
+            "total_num_steps",
+            "warmup_min_ratio",
+            "warmup_num_steps",
+            "cos_min_ratio",
+            "warmup_type",
+            "last_batch_iteration",
+        ]
+    ),
+    "LRRangeTest": frozenset(
+        [
+            "lr_range_test_min_lr",
+            "lr_range_test_step_size",
+            "lr_range_test_step_rate",
+            "lr_range_test_staircase",
+            "last_batch_iteration",
+        ]
+    ),
+    "OneCycle": frozenset(
+        [
+            "cycle_min_lr",
+            "cycle_max_lr",
+            "decay_lr_rate",
+            "cycle_first_step_size",
+            "cycle_second_step_size",
+            "cycle_first_stair_count",
+            "cycle_second_stair_count",
+            "decay_step_size",
+            "cycle_momentum",
+            "cycle_min_mom",
+            "cycle_max_mom",
+            "decay_mom_rate",
+            "last_batch_iteration",
+        ]
+    ),
+}
+NEEDED = {
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+}
+
+
+def find_optimizer(name: str) -> Optimizer | None:
+    """The optimizer of a config's ``optimizer.type``; None where there is none of that name."""
+    return OPTIMIZERS.get(name.lower()) or OPTIMIZERS.get(name)

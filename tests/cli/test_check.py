@@ -1,0 +1,163 @@
+"""dslaunch check from the command line: output, exit codes, --fix, --against."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dslaunch.cli.main import main
+from tests.config.check.test_mistakes import GOOD
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write("good.json", GOOD)
+    write("warned.json", GOOD | {"zero_optimization": {"stage": 2, "sub_group_size": 1}})
+    write("wrong.json", GOOD | {"gradient_clipp1ng": 1.0})
+    return tmp_path
+
+
+def write(name: str, config: dict[str, Any]) -> None:
+    Path(name).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def test_exit_codes(capsys: Capture) -> None:
+    assert main(["check", "good.json"]) == 0
+    assert main(["check", "warned.json"]) == 0
+    assert main(["check", "warned.json", "--strict"]) == 1
+    assert main(["check", "good.json", "wrong.json"]) == 1
+    Path("broken.json").write_text("{")
+    assert main(["check", "broken.json", "wrong.json"]) == 2
+
+
+def test_a_line_names_file_place_severity_and_code(capsys: Capture) -> None:
+    assert main(["check", "wrong.json"]) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == (
+        "wrong.json:17:3: error: gradient_clipp1ng: is no key of DeepSpeed;"
+        " DeepSpeed ignores it without a word [unknown-key]"
+    )
+    assert out.splitlines()[1] == "    hint: did you mean gradient_clipping?"
+    assert "1 error" in err
+
+
+def test_the_json_of_a_program(capsys: Capture) -> None:
+    assert main(["check", "wrong.json", "good.json", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema_version"] == 1
+    assert [(file["path"], file["kind"]) for file in report["files"]] == [
+        ("wrong.json", "deepspeed-config"),
+        ("good.json", "deepspeed-config"),
+    ]
+    (finding,) = report["files"][0]["findings"]
+    assert set(finding) == {"code", "severity", "key", "line", "column", "message", "hint", "fix"}
+    assert (finding["key"], finding["line"]) == ("gradient_clipp1ng", 17)
+    assert report["files"][1]["findings"] == []
+
+
+def test_stdin(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    data = io.TextIOWrapper(io.BytesIO(Path("wrong.json").read_bytes()))
+    monkeypatch.setattr("sys.stdin", data)
+    assert main(["check", "-"]) == 1
+    assert capsys.readouterr().out.startswith("<stdin>:17:3: error")
+
+
+def test_a_path_that_is_not_there(capsys: Capture) -> None:
+    Path("playground").mkdir()
+    Path("playground/z2.json").write_text("{}")
+    assert main(["check", "playgroundd/z2.json", "good.json"]) == 2
+    out = capsys.readouterr().out
+    assert "playgroundd/z2.json: error: not found" in out
+    assert "did you mean playground/z2.json?" in out
+
+
+def test_flags_are_the_target(capsys: Capture) -> None:
+    write("batch.json", GOOD | {"train_batch_size": 10})
+    assert main(["check", "batch.json", "--world-size", "10"]) == 0
+    assert main(["check", "batch.json", "--world-size", "4"]) == 1
+    assert main(["check", "good.json", "--gpu", "v100", "--strict"]) == 1
+    assert main(["check", "good.json", "--gpu", "v1000"]) == 2
+    write("auto.json", GOOD | {"train_micro_batch_size_per_gpu": "auto"})
+    assert main(["check", "auto.json"]) == 1
+    assert main(["check", "auto.json", "--for", "hf-trainer"]) == 0
+    capsys.readouterr()
+    assert main(["check", "good.json", "--deepspeed-version", "0.99.0"]) == 0
+    assert "[unknown-version]" in capsys.readouterr().out
+
+
+def test_fix_writes_a_new_file(capsys: Capture) -> None:
+    write(
+        "old.json", {k: v for k, v in GOOD.items() if k != "gradient_clipping"} | {"gradient_clipp1ng": 0.5}
+    )
+    assert main(["check", "old.json", "--fix", "-o", "new.json"]) == 0
+    assert json.loads(Path("new.json").read_text())["gradient_clipping"] == 0.5
+    assert "gradient_clipp1ng" in Path("old.json").read_text()
+    assert main(["check", "old.json", "--fix", "-o", "new.json"]) == 2, "-o replaces nothing without --force"
+    assert main(["check", "old.json", "--fix", "-o", "new.json", "--force"]) == 0
+    capsys.readouterr()
+    assert main(["check", "old.json", "--fix", "-o", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["gradient_clipping"] == 0.5
+
+
+def test_fix_in_place_exits_by_what_remains(capsys: Capture) -> None:
+    write("two.json", GOOD | {"zero_optimization": {"stage": 2, "sub_group_size": 1}, "what_is_this": 1})
+    assert main(["check", "two.json", "--fix", "--in-place"]) == 1
+    out = capsys.readouterr().out
+    assert "what_is_this" in out and "sub_group_size" not in out
+    assert "sub_group_size" not in Path("two.json").read_text()
+
+
+def test_fix_in_place_leaves_a_right_file_alone(capsys: Capture) -> None:
+    before = Path("good.json").stat()
+    assert main(["check", "good.json", "--fix", "--in-place"]) == 0
+    after = Path("good.json").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_diff_shows_and_writes_nothing(capsys: Capture) -> None:
+    before = Path("warned.json").read_text()
+    assert main(["check", "warned.json", "--diff"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("--- warned.json\n") and '\n-    "sub_group_size": 1' in out
+    assert Path("warned.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--fix"],
+        ["-o", "x.json"],
+        ["--in-place"],
+        ["--fix", "-o", "x", "--in-place"],
+        ["--fix", "--against", "good.json"],
+    ],
+)
+def test_flags_that_make_no_sense(flags: list[str], capsys: Capture) -> None:
+    assert main(["check", "good.json", *flags]) == 2
+
+
+def test_against_another_config(capsys: Capture) -> None:
+    write("same.json", GOOD | {"gradient_clipping": 1, "wall_clock_breakdown": False})
+    assert main(["check", "good.json", "--against", "same.json"]) == 0
+    assert main(["check", "good.json", "--against", "warned.json"]) == 1
+    assert (
+        "zero_optimization.sub_group_size: 1000000000 in good.json, 1 in warned.json"
+        in capsys.readouterr().out
+    )
+    assert main(["check", "good.json", "--against", "warned.json", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["differences"] == [{"key": "zero_optimization.sub_group_size", "a": 1000000000, "b": 1}]
+    assert main(["check", "good.json", "--against", "none.json"]) == 2
+
+
+def test_names_with_anything_in_them(capsys: Capture) -> None:
+    name = "a b;$(x)\n'ü.json"
+    write(name, GOOD)
+    assert main(["check", name]) == 0

@@ -1,0 +1,94 @@
+"""dslaunch explain: keys in words, and the course of the loss scale."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dslaunch.cli.explain import parse_steps
+from dslaunch.cli.main import main
+from dslaunch.config.schema import key_table
+from dslaunch.core.errors import ConfigError
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_a_key(capsys: Capture) -> None:
+    assert main(["explain", "fp16.initial_scale_power"]) == 0
+    out = capsys.readouterr().out
+    assert "65536" in out and "default   16" in out
+
+
+def test_a_name_that_several_sections_have(capsys: Capture) -> None:
+    assert main(["explain", "pin_memory", "--json"]) == 0
+    keys = [key["key"] for key in json.loads(capsys.readouterr().out)["keys"]]
+    assert len(keys) == 3 and all(key.endswith(".pin_memory") for key in keys)
+
+
+def test_every_key_can_be_explained(capsys: Capture) -> None:
+    for path in key_table():
+        assert main(["explain", path]) == 0
+        assert path in capsys.readouterr().out
+
+
+def test_an_unknown_key(capsys: Capture) -> None:
+    assert main(["explain", "gradient_cliping"]) == 2
+    assert "did you mean gradient_clipping?" in capsys.readouterr().err
+
+
+def test_the_list(capsys: Capture) -> None:
+    assert main(["explain", "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(key_table())
+    assert main(["explain", "fp16", "--list"]) == 0
+    assert all(line.startswith("fp16") for line in capsys.readouterr().out.splitlines())
+
+
+def test_an_argument_of_an_optimizer(capsys: Capture) -> None:
+    assert main(["explain", "optimizer.params.betas"]) == 0
+    assert "AdamW" in capsys.readouterr().out
+
+
+def test_the_loss_scale(capsys: Capture) -> None:
+    argv = ["explain", "loss-scale", "--overflow-at", "1,2,3,40", "--steps", "60"]
+    assert main([*argv, "--set", "fp16.loss_scale_window=10"]) == 0
+    out = capsys.readouterr().out
+    assert "starts at 2^16 = 65536" in out
+    assert "step     2  scale 65536       overflow, step skipped; the scale is halved to 32768" in out
+    plot = [line for line in out.splitlines() if line.endswith("##") or " |" in line]
+    skipped = next(line.partition("|")[2] for line in plot if "skipped |" in line)
+    assert [column + 1 for column, mark in enumerate(skipped) if mark == "x"] == [1, 2, 3, 40]
+
+
+def test_the_loss_scale_as_json(capsys: Capture) -> None:
+    settings = ["--set", "fp16.initial_scale_power=8", "--set", "fp16.hysteresis=1"]
+    assert main(["explain", "loss-scale", "--overflow-at", "1-20", "--steps", "30", *settings, "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert [step["scale"] for step in steps] == [256, 128, 64, 32, 16, 8, 4, 2, 1]
+    assert steps[-1]["event"] == "stopped"
+
+
+def test_a_long_course_fits_the_line(capsys: Capture) -> None:
+    assert main(["explain", "loss-scale", "--overflow-at", "5000", "--steps", "10000"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 140
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["fp16.hysteresis=0", "fp16.hysteresis=two", "fp16.nothing=1", "hysteresis", "fp16.min_loss_scale=-1"],
+)
+def test_settings_are_checked_as_a_config_is(setting: str, capsys: Capture) -> None:
+    assert main(["explain", "loss-scale", "--set", setting]) == 2
+
+
+def test_steps_and_ranges() -> None:
+    assert parse_steps("1, 3,5-7") == {1, 3, 5, 6, 7}
+    assert parse_steps("") == frozenset()
+    for text in ("0", "a", "3-1", "-1", "1-2-3"):
+        with pytest.raises(ConfigError):
+            parse_steps(text)
+
+
+def test_flags_of_the_loss_scale_need_it(capsys: Capture) -> None:
+    assert main(["explain", "fp16", "--overflow-at", "1"]) == 2
+    assert main(["explain"]) == 2

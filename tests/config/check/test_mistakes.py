@@ -1,0 +1,266 @@
+# ruff: noqa: E501 (the table reads better with one mistake a line)
+"""One small config for each mistake that people make, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dslaunch.config.check import Target, check_config
+from dslaunch.core.devices import lookup_device
+from dslaunch.core.finding import Finding
+
+GOOD: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+}
+
+
+def found(config: dict[str, Any] | str, **target: Any) -> list[Finding]:
+    text = config if isinstance(config, str) else json.dumps({**GOOD, **config}, indent=1)
+    return list(check_config(text, Target(**target)).findings)
+
+
+def the(code: str, config: dict[str, Any] | str, **target: Any) -> Finding:
+    """The one finding of this code."""
+    all_ = found(config, **target)
+    (one,) = [finding for finding in all_ if finding.code == code]
+    return one
+
+
+def test_a_good_config_has_nothing_wrong() -> None:
+    assert [f for f in found({}) if f.severity != "info"] == []
+    assert found({}, world_size=7) == found({})
+
+
+FP16 = {"enabled": True}
+OFF: dict[str, Any] = {"enabled": False}
+
+
+def fp16(**keys: Any) -> dict[str, Any]:
+    return {"bf16": OFF, "fp16": {**FP16, **keys}}
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+CPU = {"device": "cpu"}
+SAVES = {"stage3_gather_16bit_weights_on_model_save": True}
+
+# name, config, code, severity, key
+MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
+    ("auto in a batch size", {"train_micro_batch_size_per_gpu": "auto"}, "auto", "error", "train_micro_batch_size_per_gpu"),
+    ("auto silently off", {"fp16": {"enabled": "auto"}}, "auto", "error", "fp16.enabled"),
+    ("auto in an argument", {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "auto", "error",
+     "optimizer.params.lr"),
+    ("cpu_offload", zero(2, cpu_offload=True), "deprecated-key", "warning", "zero_optimization.cpu_offload"),
+    ("old and new offload", zero(2, cpu_offload=True, offload_optimizer=CPU), "old-and-new", "error",
+     "zero_optimization.cpu_offload"),
+    ("compression_training", {"compression_training": {}}, "removed-key", "error", "compression_training"),
+    ("curriculum_learning", {"curriculum_learning": {}}, "removed-key", "error", "curriculum_learning"),
+    ("quantize_training", {"quantize_training": {}}, "removed-key", "error", "quantize_training"),
+    ("amp", {"amp": {"enabled": True}}, "removed-key", "error", "amp"),
+    ("eigenvalue", {"eigenvalue": {}}, "removed-key", "error", "eigenvalue"),
+    ("sparse_attention", {"sparse_attention": {}}, "removed-key", "error", "sparse_attention"),
+    ("fp16.fp16", fp16(fp16=True), "unknown-key", "error", "fp16.fp16"),
+    ("fp16.type", fp16(type="fp16"), "unknown-key", "error", "fp16.type"),
+    ("bf16.bf16", {"bf16": {"enabled": True, "bf16": True}}, "unknown-key", "error", "bf16.bf16"),
+    ("initial_scale_power 32", fp16(initial_scale_power=32), "initial-scale", "warning", "fp16.initial_scale_power"),
+    ("OneBitAdam", {"optimizer": {"type": "OneBitAdam", "params": {}}}, "optimizer-type", "error", "optimizer.type"),
+    ("OnebitAdam", {"optimizer": {"type": "OnebitAdam", "params": {}}}, "optimizer-type", "error", "optimizer.type"),
+    ("OneBitLamb", {"optimizer": {"type": "OneBitLamb", "params": {}}}, "optimizer-type", "error", "optimizer.type"),
+    ("ZeroOneAdam", {"optimizer": {"type": "ZeroOneAdam", "params": {}}}, "optimizer-type", "error", "optimizer.type"),
+    ("a misspelt optimizer", {"optimizer": {"type": "AdamWW", "params": {}}}, "optimizer-type", "error",
+     "optimizer.type"),
+    ("scale keys while off", {"fp16": {"enabled": False, "loss_scale": 0}}, "fp16-off", "warning", "fp16.loss_scale"),
+    ("tuning at stage 0", zero(0, overlap_comm=True), "ignored-at-stage", "warning", "zero_optimization.overlap_comm"),
+    ("prescale with ZeRO 2", {"prescale_gradients": True}, "prescale", "error", "prescale_gradients"),
+    ("renamed gather key", zero(3, stage3_gather_fp16_weights_on_model_save=True), "deprecated-key", "warning",
+     "zero_optimization.stage3_gather_fp16_weights_on_model_save"),
+    ("allgather at 3", zero(3, allgather_bucket_size=1, **SAVES), "ignored-at-stage", "warning",
+     "zero_optimization.allgather_bucket_size"),
+    ("stage3_* at 2", zero(2, stage3_max_live_parameters=1), "ignored-at-stage", "warning",
+     "zero_optimization.stage3_max_live_parameters"),
+    ("offload_param at 2", zero(2, offload_param=CPU), "ignored-at-stage", "warning", "zero_optimization.offload_param"),
+    ("sub_group_size at 1", zero(1, sub_group_size=1), "ignored-at-stage", "warning", "zero_optimization.sub_group_size"),
+    ("torch_adam with offload",
+     {**zero(2, offload_optimizer=CPU), "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}},
+     "slow", "warning", "optimizer.params.torch_adam"),
+    ("offload none with keys", zero(2, offload_optimizer={"device": "none", "pin_memory": True}), "offload-off",
+     "warning", "zero_optimization.offload_optimizer.pin_memory"),
+    ("two learning rates", {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}}, "contradiction",
+     "warning", "scheduler.params.warmup_max_lr"),
+    ("tensor_parallel.enabled", {"tensor_parallel": {"enabled": True}}, "unknown-key", "error", "tensor_parallel.enabled"),
+    ("compile.backend", {"compile": {"backend": "inductor"}}, "unknown-key", "error", "compile.backend"),
+    ("scale keys in bf16", {"bf16": {"enabled": True, "loss_scale": 0}}, "unknown-key", "error", "bf16.loss_scale"),
+    ("persitence", zero(3, stage3_param_persitence_threshold=1, **SAVES), "unknown-key", "error",
+     "zero_optimization.stage3_param_persitence_threshold"),
+    ("max_grad_norm as argument", {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, "misplaced-key",
+     "error", "optimizer.params.max_grad_norm"),
+    ("max_grad_norm on top", {"max_grad_norm": 1}, "unknown-key", "error", "max_grad_norm"),
+    ("zero a bool", {"zero_optimization": True}, "deprecated-key", "warning", "zero_optimization"),
+    ("stage list of autotuning", {"zero_optimization": {"stage": [0, 1]}}, "type", "error", "zero_optimization.stage"),
+    ("min_loss_scale 1000", fp16(min_loss_scale=1000), "min-loss-scale", "warning", "fp16.min_loss_scale"),
+    ("bf16 a bool", {"bf16": True}, "type", "error", "bf16"),
+    ("static scale 1", fp16(loss_scale=1.0), "no-loss-scaling", "warning", "fp16.loss_scale"),
+    ("bucket 0", zero(2, reduce_bucket_size=0), "range", "error", "zero_optimization.reduce_bucket_size"),
+    ("aio inside zero", zero(3, aio={"block_size": 1}, **SAVES), "misplaced-key", "error", "zero_optimization.aio"),
+    ("log", {"log": True}, "unknown-key", "error", "log"),
+    ("cuda_visible_devices", {"cuda_visible_devices": "0"}, "unknown-key", "error", "cuda_visible_devices"),
+    ("monitor_config", {"monitor_config": {}}, "unknown-key", "error", "monitor_config"),
+    ("a misspelt section", {"zero_optimisation": {"stage": 3}}, "unknown-key", "error", "zero_optimisation"),
+    ("a key at the wrong level", {"overlap_comm": True}, "misplaced-key", "error", "overlap_comm"),
+    ("contiguous memory", {"activation_checkpointing":
+                           {"contiguous_memory_optimization": True, "partition_activations": True}},
+     "needs", "warning", "activation_checkpointing.contiguous_memory_optimization"),
+    ("partition_activation", {"activation_checkpointing": {"partition_activation": True}}, "unknown-key", "error",
+     "activation_checkpointing.partition_activation"),
+    ("stage in quotes", {"zero_optimization": {"stage": "2"}}, "type", "error", "zero_optimization.stage"),
+    ("stage 4", zero(4), "range", "error", "zero_optimization.stage"),
+    ("clip below 0", {"gradient_clipping": -1.0}, "range", "error", "gradient_clipping"),
+    ("clip a text", {"gradient_clipping": "1.0"}, "type", "error", "gradient_clipping"),
+    ("steps_per_print ten", {"steps_per_print": "ten"}, "type", "error", "steps_per_print"),
+    ("enabled true as text", {"bf16": {"enabled": "true"}}, "type", "error", "bf16.enabled"),
+    ("a bucket with a fraction", zero(3, stage3_prefetch_bucket_size=15099494.4, **SAVES), "fraction", "error",
+     "zero_optimization.stage3_prefetch_bucket_size"),
+    ("accumulation in quotes", {"gradient_accumulation_steps": "8"}, "type", "error", "gradient_accumulation_steps"),
+    ("fp16 and bf16", {"fp16": FP16}, "fp16-and-bf16", "error", "bf16.enabled"),
+    ("fp16 at stage 0", {**fp16(), **zero(0)}, "fp16-stage-0", "warning", "fp16.enabled"),
+    ("bf16 at stage 0", zero(0), "bf16-stage-0", "info", "bf16.enabled"),
+    ("fp16 states", {**fp16(fp16_master_weights_and_grads=True), **zero(2, offload_optimizer=CPU)}, "risky", "warning", "fp16.fp16_master_weights_and_grads"),
+    ("hysteresis 0", fp16(hysteresis=0), "range", "error", "fp16.hysteresis"),
+    ("total_num_steps 0", {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 0}}}, "range", "error",
+     "scheduler.params.total_num_steps"),
+    ("no total_num_steps", {"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "needs", "error", "scheduler.params"),
+    ("a misspelt schedule", {"scheduler": {"type": "WarmupDecay", "params": {}}}, "scheduler-type", "error",
+     "scheduler.type"),
+    ("a misspelt argument", {"optimizer": {"type": "AdamW", "params": {"weight_decai": 0}}}, "unknown-key", "error",
+     "optimizer.params.weight_decai"),
+    ("an untested optimizer", {"optimizer": {"type": "SGD", "params": {"lr": 1}}}, "untested-optimizer", "error",
+     "optimizer.type"),
+    ("Muon at stage 3", {**zero(3, **SAVES), "optimizer": {"type": "Muon", "params": {}}}, "needs", "error",
+     "optimizer.type"),
+    ("Muon clipped", {"optimizer": {"type": "Muon", "params": {}}}, "muon-clipping", "warning", "optimizer.type"),
+    ("nvme without a path", zero(3, offload_param={"device": "nvme"}, **SAVES), "needs", "error",
+     "zero_optimization.offload_param.device"),
+    ("nvme at stage 2", zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/n"}), "ignored-at-stage", "warning",
+     "zero_optimization.offload_optimizer.device"),
+    ("a device that is none", zero(2, offload_optimizer={"device": "gpu"}), "choice", "error",
+     "zero_optimization.offload_optimizer.device"),
+    ("saves nothing", zero(3), "saves-nothing", "warning", "zero_optimization.stage"),
+    ("fp32 accumulation at 0", {**zero(0), "data_types": {"grad_accum_dtype": "fp32"}}, "grad-accum-dtype", "error",
+     "data_types.grad_accum_dtype"),
+    ("float16 autocast", {"bf16": OFF, "torch_autocast": {"enabled": True, "dtype": "float16"}}, "autocast-float16",
+     "warning", "torch_autocast.dtype"),
+    ("bf16 masters alone", {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "needs", "error",
+     "bf16.bf16_master_weights_and_grads"),
+    ("a remark in a strict section", zero(2, _note="x"), "comment-in-strict-section", "error",
+     "zero_optimization._note"),
+    ("a section that is null", {"fp16": None}, "type", "error", "fp16"),
+    ("a secret", {"comet": {"enabled": True, "api_key": "k"}}, "secret", "warning", "comet.api_key"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "severity", "key"), [row[1:] for row in MISTAKES], ids=[r[0] for r in MISTAKES]
+)
+def test_a_mistake_is_named(config: dict[str, Any], code: str, severity: str, key: str) -> None:
+    finding = the(code, config)
+    assert (finding.severity, finding.key) == (severity, key)
+    assert finding.line is not None
+    assert finding.message.startswith(key)
+
+
+def test_offload_without_an_optimizer_section() -> None:
+    config = {key: value for key, value in GOOD.items() if key != "optimizer"}
+    text = json.dumps({**config, **zero(2, offload_optimizer=CPU)})
+    assert the("offload-optimizer", text).severity == "warning"
+    assert not [f for f in found(text.replace('{"train', '{"zero_force_ds_cpu_optimizer": false, "train')) if
+                f.code == "offload-optimizer"]  # fmt: skip
+
+
+def test_what_is_not_turned_on_is_said() -> None:
+    assert the("fp32", {"bf16": OFF}).severity == "info"
+    text = json.dumps({key: value for key, value in GOOD.items() if key != "gradient_clipping"})
+    assert the("clipping-default", text).severity == "info"
+
+
+def test_torch_adam_is_right_on_a_cpu() -> None:
+    config = {
+        **zero(2, offload_optimizer=CPU),
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
+    assert the("slow", config).severity == "warning"
+    assert not [f for f in found(config, devices=(lookup_device("cpu"),)) if f.code == "slow"]
+
+
+def test_remarks_are_no_keys() -> None:
+    assert found({"_comment": 1, "// note": 2, "x-mine": {"a": 1}}) == found({})
+
+
+def test_hints_name_what_was_meant() -> None:
+    assert the("unknown-key", {"gradient_clipp1ng": 1}).hint == "did you mean gradient_clipping?"
+    assert "initial_scale_power" in str(the("unknown-key", fp16(initial_scale_pwer=3)).hint)
+    assert the("misplaced-key", {"overlap_comm": True}).hint == "overlap_comm belongs in zero_optimization"
+    assert "15099494" in str(the("fraction", zero(3, stage3_prefetch_bucket_size=15099494.4, **SAVES)).fix)
+    assert "4" in the("type", {"gradient_accumulation_steps": "4"}).message
+
+
+def test_numbers_as_people_write_them() -> None:
+    """5e8 is a whole number to DeepSpeed."""
+    text = json.dumps(GOOD)[:-1] + ', "steps_per_print": 1e5}'
+    assert not [f for f in found(text) if f.severity == "error"]
+    assert not [f for f in found(zero(2, reduce_bucket_size=5e8)) if f.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "severity"),
+    [
+        ("v100", "bf16", "warning"),
+        ("t4", "bf16", "warning"),
+        ("a100", "bf16", None),
+        ("a100", "fp16", None),
+        ("v100", "fp16", None),
+        ("p100", "fp16", "error"),
+        ("cpu", "fp16", "error"),
+        ("cpu", "bf16", None),
+    ],
+)
+def test_precision_against_the_device(gpu: str, precision: str, severity: str | None) -> None:
+    config = fp16() if precision == "fp16" else {}
+    findings = [f for f in found(config, devices=(lookup_device(gpu),)) if f.code == "device"]
+    assert [f.severity for f in findings] == ([severity] if severity else [])
+
+
+def test_the_weakest_of_several_devices_counts() -> None:
+    devices = (lookup_device("a100"), lookup_device("v100"))
+    assert "v100" in the("device", {}, devices=devices).message
+
+
+def test_gds_on_a_cpu() -> None:
+    assert the("device", {"aio": {"use_gds": True}}, devices=(lookup_device("cpu"),)).severity == "error"
+    assert not [f for f in found({"aio": {"use_gds": True}}) if f.code == "device"]
+
+
+def test_auto_may_be_fp16() -> None:
+    config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "initial_scale_power": 32}}
+    assert the("initial-scale", config, reader="hf-trainer").severity == "warning"
+
+
+def test_versions() -> None:
+    newer = zero(2, parameter_alignment=True)
+    assert the("too-new", newer, version="0.18.3").severity == "error"
+    assert not [f for f in found(newer) if f.code == "too-new"]
+    assert not [f for f in found({"amp": {"enabled": False}}, version="0.18.3") if f.code == "removed-key"]
+    overlapping = zero(2, overlap_comm=True)
+    assert the("overlap-race", overlapping, version="0.14.5").severity == "warning"
+    assert not [f for f in found(overlapping) if f.code == "overlap-race"]
+    assert the("unknown-version", {}, version="0.30.0").severity == "info"
+    assert the("unknown-version", {}, version="0.7.0").severity == "info"

@@ -1,0 +1,284 @@
+"""Syntax, trainers, batch sizes, repairs and comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dslaunch.config.check import Target, check_config
+from dslaunch.config.check.compare import compare_configs
+from dslaunch.config.check.files import check_file, find_kind
+from dslaunch.config.check.repair import repair_config, show_diff
+from tests.config.check.test_mistakes import GOOD, MISTAKES, found, fp16, the, zero
+
+
+def text_of(line: str) -> str:
+    """A good config with one more line at its end."""
+    return json.dumps(GOOD, indent=1)[:-2] + ",\n" + line + "\n}"
+
+
+def codes(text: str, **target: Any) -> list[str]:
+    return [f.code for f in check_config(text, Target(**target)).findings if f.severity != "info"]
+
+
+class TestSyntax:
+    def test_a_python_true_is_a_text(self) -> None:
+        finding = the("bare-word", text_of('"wall_clock_breakdown": True,\n"dump_state": false'))
+        assert finding.severity == "error"
+        assert "the text 'True,'" in finding.message
+        assert finding.fix == "write true"
+
+    @pytest.mark.parametrize(
+        ("line", "what"),
+        [
+            ("// a remark", "a comment"),
+            ('"dump_state": false,', "a comma too many"),
+            ("dump_state: false", "a key or text without double quotes"),
+        ],
+    )
+    def test_what_strict_json_refuses(self, line: str, what: str) -> None:
+        text = text_of(line) if ":" in line else text_of('"dump_state": false').replace("}", f"}}{line}\n", 1)
+        relaxed = the("strict-json", text)
+        assert relaxed.severity == "info" and relaxed.message.startswith(what)
+        assert the("strict-json", text, reader="hf-trainer").severity == "error"
+
+    def test_a_byte_order_mark(self) -> None:
+        assert the("strict-json", "\ufeff" + json.dumps(GOOD), reader="accelerate").severity == "error"
+
+    def test_windows_line_ends(self) -> None:
+        assert the("line-ends", json.dumps(GOOD, indent=1).replace("\n", "\r\n")).severity == "info"
+
+    def test_a_key_twice(self) -> None:
+        finding = the("duplicate-key", text_of('"gradient_clipping": 0.5'))
+        assert (finding.severity, finding.key) == ("error", "gradient_clipping")
+
+    @pytest.mark.parametrize(
+        "value", ["$BATCH", "${BATCH}", '"{{ batch }}"', '"$BATCH"', "BATCH_SIZE", '"<batch>"']
+    )
+    def test_a_placeholder(self, value: str) -> None:
+        finding = the("placeholder", text_of(f'"steps_per_print": {value}'))
+        assert (finding.severity, finding.key) == ("error", "steps_per_print")
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            (json.dumps(GOOD) + "\n```\n", "Markdown fence"),
+            ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer"),
+            ("configs/zero2.json", "path of a config"),
+            ('{"a": 1', "the text ends"),
+            ('{% if x %}\n{"a": 1}', "template tag"),
+            ("[1, 2]", "a list stands"),
+            ('{"a":' * 50_000, "nested too deeply"),
+        ],
+    )
+    def test_what_cannot_be_read(self, text: str, says: str) -> None:
+        checked = check_config(text)
+        assert not checked.readable
+        (finding,) = checked.findings
+        assert finding.code == "syntax" and says in finding.message
+
+
+class TestTrainers:
+    AUTO = GOOD | {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+    }
+
+    def test_auto_is_for_the_trainers(self) -> None:
+        text = json.dumps(self.AUTO)
+        assert codes(text).count("auto") == 6
+        assert "auto" not in codes(text, reader="hf-trainer")
+        assert codes(text, reader="accelerate").count("auto") == 1, "accelerate fills in no betas"
+
+    def test_auto_where_nobody_fills_it_in(self) -> None:
+        finding = the("auto", zero(2, sub_group_size="auto"), reader="hf-trainer")
+        assert "1000000000 in its place" in finding.message
+
+    def test_a_number_beside_auto(self) -> None:
+        config = GOOD | {"gradient_accumulation_steps": "auto"}
+        finding = the("batch-beside-auto", json.dumps(config), reader="hf-trainer")
+        assert (finding.severity, finding.key) == ("warning", "train_micro_batch_size_per_gpu")
+
+    def test_accelerate_needs_a_zero_section(self) -> None:
+        text = json.dumps({key: value for key, value in GOOD.items() if key != "zero_optimization"})
+        assert the("unsharded", text, reader="accelerate").severity == "error"
+        assert the("unsharded", text).severity == "info"
+
+    def test_accelerate_writes_the_batch_sizes_itself(self) -> None:
+        config = {k: v for k, v in GOOD.items() if not k.startswith(("train_", "gradient_acc"))}
+        assert "batch-missing" in codes(json.dumps(config))
+        assert "batch-missing" not in codes(json.dumps(config), reader="accelerate")
+
+
+class TestBatch:
+    def test_the_nearest_that_divide(self) -> None:
+        config = {
+            "train_batch_size": 256,
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": None,
+        }
+        finding = the("batch", config, world_size=7)
+        assert "(= 14)" in finding.message
+        assert "252 (gradient_accumulation_steps 18) or 266 (gradient_accumulation_steps 19)" in str(
+            finding.hint
+        )
+        assert "batch" not in codes(json.dumps(GOOD | config), world_size=8)
+
+    def test_three_that_do_not_agree(self) -> None:
+        finding = the("batch", {"train_batch_size": 10}, world_size=4)
+        assert "world size 4 (= 4)" in finding.message
+
+    def test_without_a_world_size_only_what_fits_none(self) -> None:
+        config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+        assert "batch" in [f.code for f in found({"train_batch_size": 100, **config})]
+        assert "batch" not in [f.code for f in found({"train_batch_size": 96, **config})]
+
+    def test_tensor_parallel_ranks_see_the_same_data(self) -> None:
+        config = {"train_batch_size": 4, "tensor_parallel": {"autotp_size": 2}}
+        assert "batch" not in [f.code for f in found(config, world_size=8)]
+        assert the("world-size", config, world_size=7).severity == "error"
+
+
+class TestRepair:
+    @pytest.mark.parametrize(
+        "config", [r[1] for r in MISTAKES if r[3] == "error"], ids=[r[0] for r in MISTAKES if r[3] == "error"]
+    )
+    def test_what_is_mended_stays_mended(self, config: dict[str, Any]) -> None:
+        """No finding with a fix is left, no more is wrong than before, a second repair changes nothing."""
+        text = json.dumps(GOOD | config)
+        before = [f for f in check_config(text).findings if f.severity == "error"]
+        repaired = repair_config(text, Target())
+        assert repaired is not None
+        assert not [f for f in repaired.left.findings if f.edits]
+        assert len([f for f in repaired.left.findings if f.severity == "error"]) <= len(before)
+        again = repair_config(repaired.text, Target())
+        assert again is not None and again.text == repaired.text and not again.done
+
+    def test_the_usual_ones(self) -> None:
+        config = {
+            **fp16(enabled="true", fp16=True, initial_scale_power=32),
+            **zero(3, cpu_offload=True, stage3_prefetch_bucket_size=15099494.4),
+            "gradient_clipping": None,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "max_grad_norm": 0.5}},
+        }
+        text = json.dumps({k: v for k, v in (GOOD | config).items() if v is not None})
+        repaired = repair_config(text, Target())
+        assert repaired is not None
+        value = json.loads(repaired.text)
+        assert value["fp16"] == {"enabled": True, "initial_scale_power": 16}
+        assert value["zero_optimization"] == {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "stage3_prefetch_bucket_size": 15099494,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+        assert value["gradient_clipping"] == 0.5
+        assert value["optimizer"]["params"] == {"lr": 1e-4}
+        assert not [f for f in repaired.left.findings if f.severity != "info"]
+
+    def test_scale_keys_leave_bf16(self) -> None:
+        repaired = repair_config(json.dumps(GOOD | {"bf16": {"enabled": True, "loss_scale": 0}}), Target())
+        assert repaired is not None and json.loads(repaired.text)["bf16"] == {"enabled": True}
+
+    def test_the_batch_sizes_are_left_to_the_user(self) -> None:
+        repaired = repair_config(json.dumps(GOOD | {"train_batch_size": 10}), Target(world_size=4))
+        assert repaired is not None and json.loads(repaired.text)["train_batch_size"] == 10
+
+    def test_nothing_to_mend_changes_no_byte(self) -> None:
+        text = json.dumps(GOOD, indent=3)
+        repaired = repair_config(text, Target())
+        assert repaired is not None and repaired.text == text
+        assert show_diff(text, repaired.text, "a.json") == ""
+
+    def test_numbers_keep_their_form(self) -> None:
+        text = '{"train_batch_size": 8, "gradient_clipping": 1.0, "dump_state": "true",'
+        text += '"a": {"b": [2.0, 3, 1e9]},'
+        text += '"x": 1.0, "x": "y", "z": [[1.0]], "z": 3}'
+        repaired = repair_config(text, Target())
+        assert repaired is not None
+        assert '"gradient_clipping": 1.0' in repaired.text
+        assert json.loads(repaired.text)["a"]["b"] == [2.0, 3, 1000000000]
+        assert "3," in repaired.text and "2.0," in repaired.text
+
+    def test_comments_stay_where_nothing_is_wrong(self) -> None:
+        text = "// mine\n" + json.dumps(GOOD)
+        repaired = repair_config(text, Target())
+        assert repaired is not None and repaired.text == text
+        strict = repair_config(text, Target("hf-trainer"))
+        assert strict is not None and json.loads(strict.text) == json.loads(json.dumps(GOOD))
+
+    def test_what_cannot_be_read_is_not_mended(self) -> None:
+        assert repair_config("{", Target()) is None
+
+
+class TestCompare:
+    def test_defaults_and_old_names_mean_the_same(self) -> None:
+        a = {"zero_optimization": {"stage": 2, "cpu_offload": True}, "gradient_clipping": 1.0, "_note": "a"}
+        b = {
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "bf16": {"enabled": False},
+        }
+        assert compare_configs(a, b) == []
+
+    def test_a_difference_in_effect(self) -> None:
+        (difference,) = compare_configs({"gradient_clipping": 0.5}, {})
+        assert (difference.key, difference.a, difference.b) == ("gradient_clipping", 0.5, 1)
+        assert [d.key for d in compare_configs({"zero_optimization": True}, {})] == [
+            "zero_optimization.stage"
+        ]
+
+
+class TestFiles:
+    @pytest.mark.parametrize(
+        ("name", "text", "kind"),
+        [
+            ("a.json", "{}", "deepspeed-config"),
+            ("a", '{"fp16": {}}', "deepspeed-config"),
+            ("a", "// x\nfp16: {enabled: true}", "deepspeed-config"),
+            ("a.json", "not a config", "deepspeed-config"),
+            ("run.yaml", "model: a\n", "run-file"),
+            ("-", "model: a/b\ndata: {train: x}\n", "run-file"),
+            ("hosts", "a slots=8\nb slots=8\n", "hostfile"),
+            ("job.sh", "#!/bin/bash\n#SBATCH -N 2\n", "batch-script"),
+            ("job", "#PBS -l select=1\nhostname\n", "batch-script"),
+            ("notes.txt", "hello there\n", "unknown"),
+        ],
+    )
+    def test_the_kind_is_found_by_content(self, name: str, text: str, kind: str) -> None:
+        assert find_kind(name, text) == kind
+
+    def test_a_hostfile_with_a_wrong_line(self) -> None:
+        checked = check_file("hosts", b"a slots=8\nb slots=8 x\n", Target())
+        (finding,) = checked.findings
+        assert checked.kind == "hostfile"
+        assert (finding.severity, finding.line, finding.column) == ("error", 2, 11)
+
+    def test_a_count_with_something_behind_it(self) -> None:
+        (finding,) = check_file("hosts", b"a slots=8\nb slots=8x\n", Target()).findings
+        assert (finding.severity, finding.line) == ("warning", 2)
+
+    def test_a_host_that_only_one_machine_knows(self) -> None:
+        checked = check_file("hosts", b"localhost slots=8\nnode1 slots=8\n", Target())
+        assert [finding.severity for finding in checked.findings] == ["warning"]
+
+    def test_a_run_file(self) -> None:
+        checked = check_file("run.yaml", b"model: a/b\ndata: {train: x/y}\ntrain_batchsize: 8\n", Target())
+        assert checked.kind == "run-file"
+        assert [(f.severity, f.line, f.key) for f in checked.findings] == [("error", 3, "train_batchsize")]
+
+    def test_the_raw_keys_of_a_run_file(self) -> None:
+        text = b"model: a/b\ndata: {train: x/y}\ntrain_batch_size: 8\ndeepspeed:\n"
+        text += b"  zero_optimization:\n    stagee: 1\n  steps_per_print: 10\n"
+        (finding,) = check_file("run.yaml", text, Target()).findings
+        assert (finding.code, finding.line) == ("unknown-key", 6)
+        assert finding.key == "deepspeed.zero_optimization.stagee"
+
+    def test_the_example_of_the_repository(self) -> None:
+        path = Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml"
+        assert check_file(str(path), path.read_bytes(), Target()).findings == ()
