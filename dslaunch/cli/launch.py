@@ -45,19 +45,27 @@ def _without_dashes(args: list[str], ctx: click.Context) -> click.UsageError | N
     """The error for a command that was given without ``--`` before it, where ``args`` look like one."""
     from dslaunch.core.command import shell_text
 
-    cut = next((index for index, word in enumerate(args) if _is_program(word)), None)
-    if cut is None:
+    cut = _first_word(args, ctx)
+    if cut is None or not _is_program(args[cut]):
         return None
     words = shell_text(args[cut:] if not args[cut].endswith(".py") else ["python", *args[cut:]])
     # The options are not repeated: a secret may be among them.
     return click.UsageError(f"put -- before the command: dslaunch launch ... -- {words}", ctx)
 
 
+def _first_word(args: list[str], ctx: click.Context) -> int | None:
+    """Where the first of ``args`` stands that is neither an option nor the value of one."""
+    options = [param for param in ctx.command.params if isinstance(param, click.Option)]
+    with_value = {name for option in options if not option.is_flag for name in option.opts}
+    for index, word in enumerate(args):
+        if not word.startswith("-") and (index == 0 or args[index - 1] not in with_value):
+            return index
+    return None
+
+
 def _is_program(word: str) -> bool:
     import shutil
 
-    if word.startswith("-") or word.endswith((".yaml", ".yml")):
-        return False
     return word.endswith((".py", ".sh")) or shutil.which(word) is not None
 
 
@@ -129,9 +137,9 @@ def _check_request(request: LaunchRequest, ctx: click.Context) -> None:
         raise click.UsageError("give one of: a run file, --plan FILE, or `-- COMMAND ...`")
     if len(given) > 1:
         raise click.UsageError(f"both {' and '.join(given)} were given; leave one out")
-    if request.run_file is not None and not os.path.exists(request.run_file):
-        if _is_program(request.run_file):
-            raise _without_dashes([request.run_file], ctx) or AssertionError
+    word = request.run_file
+    if word is not None and not os.path.exists(word) and (error := _without_dashes([word], ctx)):
+        raise error
     if request.run_file is None and request.set_:
         raise click.UsageError("--set changes a run file, and there is none here")
     hosts = (request.hostfile, request.include, request.exclude, request.num_nodes, request.gpu)

@@ -77,7 +77,7 @@ def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest) -> None:
     Raises ConfigError or EnvironmentNotReady.
     """
     from dslaunch.launch.claim import check_run_dir, check_writable
-    from dslaunch.launch.supervisor import check_ready
+    from dslaunch.launch.ready import check_ready
 
     check_ready(plan.launch)
     run_dir = Path(plan.launch.run_dir)

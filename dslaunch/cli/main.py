@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -99,15 +100,24 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            print(f"Error: cannot write {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
-            return EXIT_NOT_READY
-        print(
-            f"Error: internal error in dslaunch: {type(error).__name__}: {error}\n\n"
-            "hint: this is our bug; run `dslaunch --debug ...` and report the traceback",
-            file=sys.stderr,
-        )
-        return EXIT_OUR_BUG
+        message, code = _explain_unexpected(error)
+        print(message, file=sys.stderr)
+        return code
+
+
+def _explain_unexpected(error: Exception) -> tuple[str, int]:
+    """What to say about an error that is not one of ours to raise, and the exit code."""
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return f"Error: cannot write {error.filename or 'the output'}: {error.strerror}", EXIT_NOT_READY
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except OSError:
+            return "Error: the current directory is gone\n\nhint: cd to one that exists", EXIT_NOT_READY
+    return (
+        f"Error: internal error in dslaunch: {type(error).__name__}: {error}\n\n"
+        "hint: this is our bug; run `dslaunch --debug ...` and report the traceback"
+    ), EXIT_OUR_BUG
 
 
 def entry() -> None:

@@ -23,7 +23,7 @@ from dslaunch.core.errors import (
 )
 from dslaunch.core.file_lock import LocksUnsupported, is_held
 from dslaunch.core.run_dir import RunDir
-from dslaunch.launch.record import CommandPlan, load_recorded_plan
+from dslaunch.launch.record import CommandPlan, in_use, load_recorded_plan
 
 # What a start leaves behind before its first step. Checkpoints and tracker directories are not among it.
 _OWN_FILE = re.compile(
@@ -50,6 +50,7 @@ def check_run_dir(path: Path, *, resume: bool) -> None:
                 f"{path} holds no run to resume: there is no plan.json in it",
                 hint="give the --run-dir of the run to go on with, or leave --resume out",
             )
+        _check_unused(path)
         return
     obstacle = find_obstacle(path)
     if obstacle is not None:
@@ -58,6 +59,15 @@ def check_run_dir(path: Path, *, resume: bool) -> None:
             f"run directory {path} exists already; nothing was started ({obstacle})",
             hint=f"add --resume {what}, or give another --run-dir",
         )
+
+
+def _check_unused(path: Path) -> None:
+    lock = path / ".lock"
+    try:
+        if is_held(lock):
+            raise in_use(path, lock.read_text(encoding="utf-8", errors="replace").strip())
+    except OSError:  # no locks here, or not readable: said where the lock is taken
+        pass
 
 
 def find_obstacle(path: Path) -> str | None:

@@ -91,6 +91,14 @@ def write_run_files(files: Iterable[RunFile]) -> None:
         atomic.write_text(file.path, file.text, mode=mode)
 
 
+def in_use(run_dir: Path, holder: str) -> ConfigError:
+    """The error for a run directory in which a launch is going on; ``holder`` says whose."""
+    return ConfigError(
+        f"the run in {run_dir} is still going on ({holder}); nothing was started",
+        hint="wait for it, stop it, or use another --run-dir",
+    )
+
+
 @contextmanager
 def hold_run_dir(run_dir: Path) -> Iterator[int | None]:
     """Keep other launches out of a run directory. Gives the lock's descriptor, for the agents to inherit.
@@ -103,10 +111,7 @@ def hold_run_dir(run_dir: Path) -> Iterator[int | None]:
         try:
             fd = stack.enter_context(exclusive(run_dir / ".lock", timeout_s=0))
         except LockTimeout as error:
-            raise ConfigError(
-                f"the run in {run_dir} is still going on ({error.holder}); nothing was started",
-                hint="wait for it, stop it, or use another --run-dir",
-            ) from None
+            raise in_use(run_dir, error.holder) from None
         except LocksUnsupported as error:
             print(
                 f"dslaunch: {run_dir} is on a file system without locks ({error.strerror}): "

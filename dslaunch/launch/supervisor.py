@@ -18,11 +18,12 @@ from dslaunch.core.run_dir import RunDir
 from dslaunch.core.topology import Host
 from dslaunch.launch import local
 from dslaunch.launch.link import AgentLink
-from dslaunch.launch.orders import build_orders, check_launch
+from dslaunch.launch.orders import build_orders
 from dslaunch.launch.ports import lease_port
+from dslaunch.launch.ready import check_ready
 from dslaunch.launch.signals import FORWARD, SignalInbox, means_kill
 from dslaunch.launch.terminal import SafeEvents, StreamWriter
-from dslaunch.launch.text import printable, utf8_environ
+from dslaunch.launch.text import printable
 from dslaunch.launch.verdict import Outcome, RankEnd, describe_code, list_ranks, render_end
 
 # One file per way to reach a host; each turns (host, orders) into the Command that starts its agent.
@@ -61,7 +62,8 @@ def supervise(
     lease = lease_port(plan.master_port)
     try:
         with SignalInbox() if signals is None else contextlib.nullcontext(signals) as inbox:
-            launch = _Launch(plan, inbox, SafeEvents(events), StreamWriter(out), StreamWriter(err), own_worker)
+            writers = StreamWriter(out), StreamWriter(err)
+            launch = _Launch(plan, inbox, SafeEvents(events), *writers, own_worker)
             try:
                 launch.start(lease.port, environ, keep_fds)
                 launch.serve()
@@ -72,30 +74,13 @@ def supervise(
         lease.close()
 
 
-def check_ready(plan: LaunchPlan) -> Mapping[str, str]:
-    """What can be known before a run directory is made; returns the environment it looked at.
-
-    Raises ConfigError or EnvironmentNotReady, as :func:`supervise` does.
-    """
-    environ = utf8_environ()
-    check_launch(plan, environ)
-    local.check_hosts(plan.topology)
-    local.check_devices(plan, environ)
-    return environ
-
-
 class _Launch:
     """One launch as it runs."""
 
     def __init__(
-        self,
-        plan: LaunchPlan,
-        signals: SignalInbox,
-        events: SafeEvents,
-        out: StreamWriter,
-        err: StreamWriter,
-        own_worker: bool,
-    ) -> None:
+        self, plan: LaunchPlan, signals: SignalInbox, events: SafeEvents, out: StreamWriter,
+        err: StreamWriter, own_worker: bool,
+    ) -> None:  # fmt: skip
         self.plan = plan
         self.own_worker = own_worker
         self.signals = signals
@@ -340,8 +325,8 @@ class _Launch:
         if now >= self.checkpoint_deadline:
             self.late = tuple(sorted(set(self.hosts) - set(self.ends)))
             self.events.write("checkpoint_late", ranks=list(self.late))
-            which = list_ranks(list(self.late))
-            self._say(f"{which} did not stop at the checkpoint that others stopped at; stopping what is left")
+            what = "stop at the checkpoint that others stopped at" if self.own_worker else "end as others did"
+            self._say(f"{list_ranks(list(self.late))} did not {what}; stopping what is left")
             self._stop(self.plan.failure_grace_s)
         if now >= self.kill_agents_at:
             self.kill_agents_at = float("inf")
@@ -369,9 +354,9 @@ class _Launch:
         self.events.write("launch_end", exit_code=outcome.exit_code)
         if self.events.problem:
             self._say(f"events.jsonl has a gap: {self.events.problem}")
-        first = outcome.first_failure
-        # Of rank 0 all is shown as it comes, of the others single lines.
-        shown = None if first and first.rank == 0 else frozenset(self.shown.get(first.rank, ()) if first else ())
+        first = -1 if outcome.first_failure is None else outcome.first_failure.rank
+        # Of rank 0 all was shown as it came, of the others single lines.
+        shown = None if first == 0 else frozenset(self.shown.get(first, ()))
         words = render_end(outcome, RunDir(Path(self.plan.run_dir)), shown=shown)
         self.err.write(words.encode("utf-8", "surrogateescape"))
         return outcome

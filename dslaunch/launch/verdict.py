@@ -124,7 +124,8 @@ def render_end(outcome: Outcome, run_dir: RunDir, *, shown: frozenset[str] | Non
         if not outcome.own_worker:
             return "dslaunch: all ranks exited with code 75 or 0\n"
         script = quote(str(run_dir.launch_script))
-        return f"dslaunch: all ranks stopped at a checkpoint (exit code 75); go on with:\n  {script} --resume\n"
+        how = "all ranks stopped at a checkpoint (exit code 75); go on with"
+        return f"dslaunch: {how}:\n  {script} --resume\n"
     if outcome.exit_code != 0:
         return f"dslaunch: {render_stop(outcome)}\n"
     if outcome.cancelled_by is not None:
@@ -166,7 +167,8 @@ def render_stop(outcome: Outcome) -> str:
     elif outcome.lost_host is not None:
         why = f"host {outcome.lost_host} was lost"
     elif outcome.late:
-        why = f"{list_ranks(list(outcome.late))} did not stop at the checkpoint in time"
+        what = "stop at the checkpoint" if outcome.own_worker else "exit"
+        why = f"{list_ranks(list(outcome.late))} did not {what} in time"
     else:
         why = "stopped"
     return f"{why}: {summarise(list(outcome.ends)) or 'no rank ended by itself'}"
@@ -177,7 +179,8 @@ def summarise(ends: list[RankEnd]) -> str:
     groups: dict[str, list[int]] = {}
     for end in ends:
         name = f"signal {-end.code}" if end.code < 0 else f"code {end.code}"
-        groups.setdefault(f"{'stopped by dslaunch' if end.was_stopped else 'ended'} ({name})", []).append(end.rank)
+        how = "stopped by dslaunch" if end.was_stopped else "ended"
+        groups.setdefault(f"{how} ({name})", []).append(end.rank)
     return "; ".join(f"{list_ranks(ranks)} {how}" for how, ranks in groups.items())
 
 

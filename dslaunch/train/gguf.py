@@ -64,7 +64,11 @@ def _key(path: Path, dtype: torch.dtype, models_dir: Path) -> str:
 
 
 def _convert_into(path: Path, dtype: torch.dtype, target: Path) -> None:
-    print(f"converting {path.name} to safetensors ({dtype}), once; this may take a minute", file=sys.stderr, flush=True)
+    print(
+        f"converting {path.name} to safetensors ({dtype}), once; this may take a minute",
+        file=sys.stderr,
+        flush=True,
+    )
     model, tokenizer = _read_gguf(path, dtype)
     _check_room(model, target.parent)
     with new_directory(target, locked=True) as scratch:

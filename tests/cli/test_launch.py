@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dslaunch.core.plan import to_json
+from dslaunch.launch.record import hold_run_dir
 from tests.launch.plans import run_plan
 
 HELLO = ("--", sys.executable, "-S", "-c", "import os; print('rank', os.environ['RANK'])")
@@ -125,7 +127,8 @@ def test_a_plan_for_gpus_does_not_start_without_them(tmp_path: Path, run_file: P
     text = error_of(done, 3)
     assert "nothing was started" in text
     assert not (tmp_path / "r").exists()
-    assert dslaunch("mine.yaml", *options, "--dry-run", cwd=tmp_path).returncode == 0
+    dry = dslaunch("mine.yaml", *options, "--dry-run", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert error_of(dry, 3) == text
 
 
 def test_planning_and_launching_agree_on_what_this_machine_is(tmp_path: Path, run_file: Path) -> None:
@@ -195,7 +198,15 @@ def test_a_recorded_training_run_is_resumed_in_place(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         ((), "give one of: a run file"),
-        (("run.yaml", "--", "true"), "give one of: a run file"),
+        (("run.yaml", "--", "true"), "both a run file (run.yaml) and a command after -- were given"),
+        (("--num-gpus-per-node", "2", "bash", "foo.sh"), "launch ... -- bash foo.sh"),
+        (("--num-gpus-per-node", "2", "foo.py", "--lr", "3"), "launch ... -- python foo.py --lr 3"),
+        (("bash",), "put -- before the command"),
+        (("--run-dir", "bash", "run.yaml", "--bogus"), "No such option"),
+        (("--dry-run", "bash", "-c", "true"), "put -- before the command"),
+        (("--plan", "full.yaml"), "this is a run file, not a recorded plan"),
+        (("--plan", "."), "there is no plan.json in it"),
+        (("--run-dir", "r", "--resume"), "no plan at"),
         (("--",), "there is no command to run"),
         (("--", ""), "there is no command to run"),
         (("--set", "seed=1", "--", "true"), "--set changes a run file"),
@@ -310,3 +321,121 @@ def test_a_run_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
     assert "cannot write the run directory" in text
     assert "nothing was started" in text
     assert (tmp_path / "started").read_text() == "x\n"
+
+
+FAILING = "#!/bin/sh\necho 'Error: no wandb' >&2\nexit 3\n"
+
+
+def test_a_start_without_a_step_leaves_its_directory_to_the_retry(tmp_path: Path, run_file: Path) -> None:
+    program = tmp_path / "fake python"
+    good = program.read_text()
+    program.write_text(FAILING)
+    assert "Error: no wandb" in error_of(dslaunch("mine.yaml", "--run-dir", "r", cwd=tmp_path), 3)
+    program.write_text(good)
+    changed = ("mine.yaml", "--run-dir", "r", "--set", "optimizer.lr=0.002")
+    assert "leave --resume out" in error_of(dslaunch(*changed, "--resume", cwd=tmp_path))
+    done = dslaunch(*changed, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the start before this one did no step; its files are replaced\n") == 1
+    assert "no wandb" not in (tmp_path / "r" / "logs" / "rank-0.log").read_text()
+    assert (tmp_path / "r" / "events.jsonl").read_text().count('"launch_start"') == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("notes.txt", "it holds notes.txt"),
+        ("checkpoints/step-1", "it holds checkpoints/step-1"),
+        ("metrics.jsonl", "training was done in it"),
+    ],
+)
+def test_a_directory_with_anything_of_worth_is_refused(
+    tmp_path: Path, run_file: Path, name: str, words: str
+) -> None:
+    (tmp_path / "fake python").write_text(FAILING)
+    error_of(dslaunch("mine.yaml", "--run-dir", "r", cwd=tmp_path), 3)
+    (tmp_path / "r" / name).write_text("x\n")
+    before = sorted(tmp_path.rglob("*"))
+    for options in ((), ("--dry-run",)):
+        assert words in error_of(dslaunch("mine.yaml", "--run-dir", "r", *options, cwd=tmp_path))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_files_of_the_user_with_our_names_are_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("mine\n")
+    text = error_of(dslaunch("--num-gpus-per-node", "1", "--run-dir", ".", command=HELLO, cwd=tmp_path))
+    assert "it holds hostfile" in text
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine\n"]
+
+
+def test_a_start_without_a_rank_leaves_no_default_directory(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("no #! line\n")
+    program.chmod(0o755)
+    done = dslaunch("--num-gpus-per-node", "1", command=("--", "./program"), cwd=tmp_path)
+    assert "is not a program this system can run" in error_of(done, 3)
+    assert list((tmp_path / "runs").iterdir()) == []
+    named = ("--num-gpus-per-node", "1", "--run-dir", "r")
+    error_of(dslaunch(*named, command=("--", "./program"), cwd=tmp_path), 3)
+    assert dslaunch(*named, command=HELLO, cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("key", ["launch.python=./none", "launch.cwd=./none"])
+def test_a_dry_run_refuses_what_the_launch_does(tmp_path: Path, run_file: Path, key: str) -> None:
+    options = ("mine.yaml", "--run-dir", "r", "--set", key)
+    real, dry = dslaunch(*options, cwd=tmp_path), dslaunch(*options, "--dry-run", cwd=tmp_path)
+    assert real.returncode in (2, 3)
+    assert (dry.returncode, dry.stderr) == (real.returncode, real.stderr)
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_dry_run_sees_a_run_that_is_going_on(tmp_path: Path) -> None:
+    record(tmp_path / "r", "true")
+    with hold_run_dir(tmp_path / "r"):
+        done = dslaunch("--run-dir", "r", "--resume", "--dry-run", cwd=tmp_path)
+    assert f"is still going on (process {os.getpid()} on " in error_of(done)
+    assert dslaunch("--run-dir", "r", "--resume", "--dry-run", cwd=tmp_path).returncode == 0
+
+
+def test_a_run_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "r").touch()
+    for more in ((), ("--dry-run",)):
+        done = dslaunch("--num-gpus-per-node", "1", "--run-dir", "r", *more, command=HELLO, cwd=tmp_path)
+        assert "r is a file; nothing was started" in error_of(done)
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    script = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
+    argv = [sys.executable, "-m", "dslaunch", "launch", "--num-gpus-per-node", "1", *HELLO]
+    done = subprocess.run(["bash", "-c", script, "bash", *argv], cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": os.getcwd()},
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert "the current directory is gone" in error_of(done, 3)
+
+
+def test_a_run_directory_is_enough_to_resume(tmp_path: Path) -> None:
+    record(tmp_path / "r", "bash", "-c", 'echo "$@"', "bash")
+    done = dslaunch("--run-dir", "r", "--resume", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "--resume\n"), done.stderr
+    again = dslaunch("--plan", "r", "--dry-run", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+
+
+def test_the_last_line_of_a_training_run_is_the_next_step(tmp_path: Path) -> None:
+    (tmp_path / "my run").mkdir()
+    record(tmp_path / "my run" / "r", "bash", "-c", 'mkdir -p "$DSLAUNCH_RUN_DIR/checkpoints/step-1"', "bash")
+    done = dslaunch("--run-dir", "my run/r", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == f"next: dslaunch export '{tmp_path}/my run/r' -o DIR"
+
+
+def test_a_port_that_is_taken_is_found_before_anything_is_made(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen(1)
+        port = holder.getsockname()[1]
+        options = ("--num-gpus-per-node", "1", "--run-dir", "r", "--master-port", str(port))
+        for more in ((), ("--dry-run",)):
+            done = dslaunch(*options, *more, command=HELLO, cwd=tmp_path)
+            assert f"master_port {port} is taken" in error_of(done, 3)
+    assert list(tmp_path.iterdir()) == []

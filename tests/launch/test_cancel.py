@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import signal
 import time
@@ -9,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from dslaunch.core.events import JsonlWriter
 from dslaunch.core.file_lock import is_held
-from dslaunch.launch.signals import means_kill
+from dslaunch.core.plan import LaunchPlan
+from dslaunch.core.topology import local_topology
+from dslaunch.launch.signals import SignalInbox, means_kill
+from dslaunch.launch.supervisor import supervise
 from tests.launch.conftest import Launch
 from tests.launch.launching import python, wait_until
 
@@ -222,3 +228,43 @@ def test_only_the_launcher_hears_the_terminals_ctrl_c(launch: Launch, tmp_path: 
     os.killpg(launched.process.pid, signal.SIGINT)
     assert launched.wait()[0] == 75
     assert not (tmp_path / "hurt").exists()
+
+
+def test_a_term_that_comes_too_late_is_no_cancel(launch: Launch, tmp_path: Path) -> None:
+    code = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" + WAIT
+    launched = launch(python(code))
+    launched.wait_for_files(tmp_path, "ready-0", "ready-1")
+    launched.process.send_signal(signal.SIGTERM)
+    code_, _, err = launched.wait()
+    assert code_ == 0
+    assert "cancelled" not in err
+
+
+def test_a_signal_before_the_first_rank_is_a_recorded_end(tmp_path: Path) -> None:
+    plan = LaunchPlan(
+        argv=("touch", "started"), topology=local_topology(2), run_dir=str(tmp_path), cwd=str(tmp_path)
+    )
+    with SignalInbox() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: signals.pending, "it was caught")
+        outcome = supervise(
+            plan, events=JsonlWriter(tmp_path / "events.jsonl"), out=io.BytesIO(), err=io.BytesIO(),
+            signals=signals,
+        )  # fmt: skip
+    assert outcome.exit_code == 130
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["launch_start", "launcher_signal", "launch_end"]
+    assert lines[-1]["exit_code"] == 130
+    assert not (tmp_path / "started").exists()
+
+
+def test_ctrl_c_as_soon_as_the_start_is_announced(launch: Launch) -> None:
+    launched = launch(python(WAIT))
+    assert launched.process.stderr is not None
+    while b"starting 2 ranks" not in launched.process.stderr.readline():
+        pass
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.wait()[0] == 130
+    assert len(launched.events("launch_start")) == 1
+    assert [event["exit_code"] for event in launched.events("launch_end")] == [130]
+    launched.nothing_left()

@@ -45,10 +45,10 @@ def test_first_failure_stops_ranks_that_do_not_communicate(launch: Launch) -> No
     assert code == 3
     last_block = err[err.rindex("failed first") :]
     assert "rank 2 on localhost failed first: it exited with code 3" in err
-    assert "| ValueError: no such thing" in last_block
+    assert "localhost:2| ValueError: no such thing\n" in err
+    assert "ValueError" not in last_block  # it was shown when it came
     assert "ranks 0, 1, 3 stopped by dslaunch (signal 15)" in last_block
     assert str(launched.run_dir / "logs" / "rank-2.log") in last_block
-    assert last_block.rstrip().endswith("exit code    3")
     launched.nothing_left()
 
 
@@ -128,11 +128,18 @@ def test_a_helper_that_ends_with_its_rank_is_let_end(launch: Launch, tmp_path: P
     assert launched.events("leftover") == []
 
 
-def test_all_stopped_at_a_checkpoint_is_75(launch: Launch) -> None:
+def test_all_stopped_at_a_checkpoint_is_75(tmp_path: Path) -> None:
+    outcome, err = supervised(tmp_path, "sys.exit(75)")
+    assert outcome.exit_code == 75
+    assert err.endswith(f"go on with:\n  {tmp_path}/run/launch.sh --resume\n")
+
+
+def test_a_commands_own_75_says_nothing_of_checkpoints(launch: Launch) -> None:
     launched = launch(python("time.sleep(0.3 * rank); sys.exit(75)"))
     code, _, err = launched.wait()
     assert code == 75
-    assert "--resume" in err
+    assert "all ranks exited with code 75" in err
+    assert "checkpoint" not in err
     assert [event["asked"] for event in launched.events("rank_exit")] == [False, False]
 
 
@@ -152,7 +159,8 @@ def supervised(tmp_path: Path, code: str) -> tuple[Outcome, str]:
         checkpoint_grace_s=0.2,
     )
     err = io.BytesIO()
-    outcome = supervise(plan, events=JsonlWriter(tmp_path / "events.jsonl"), out=io.BytesIO(), err=err)
+    events = JsonlWriter(tmp_path / "events.jsonl")
+    outcome = supervise(plan, events=events, out=io.BytesIO(), err=err, own_worker=True)
     return outcome, err.getvalue().decode()
 
 
@@ -190,6 +198,24 @@ def test_a_ranks_own_code_is_told_from_ours(launch: Launch, own: int) -> None:
     launched = launch(python(f"sys.exit({own})"), num_ranks=1)
     assert launched.wait()[0] == own
     assert [event["exit_code"] for event in launched.events("rank_exit")] == [own]
+
+
+def test_an_error_of_rank_0_is_shown_once(launch: Launch) -> None:
+    code = "if rank == 0: print('Error: bad data\\n\\nhint: mend it', file=sys.stderr); sys.exit(3)\n" + SLEEP
+    launched = launch(python(code))
+    exit_code, _, err = launched.wait()
+    assert exit_code == 3
+    assert err.count("Error: bad data") == err.count("hint: mend it") == 1
+    assert "the environment is not ready" not in err  # the command's own code has the command's meaning
+    assert launched.events("first_failure")[0]["stderr"] == ["Error: bad data", "hint: mend it"]
+
+
+def test_a_traceback_of_another_rank_is_shown_with_its_context(launch: Launch) -> None:
+    code = "if rank == 1: raise ValueError('boom')\n" + SLEEP
+    _, _, err = launch(python(code)).wait()
+    block = err[err.rindex("failed first") :]
+    assert "| Traceback" in block
+    assert "| ValueError: boom" in block
 
 
 def test_errors_of_other_ranks_are_shown_with_their_rank(launch: Launch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dslaunch.launch.verdict import Outcome, RankEnd, describe_code, render_failure, summarise
+from pathlib import Path
+
+from dslaunch.core.run_dir import RunDir
+from dslaunch.launch.verdict import Outcome, RankEnd, describe_code, render_end, render_failure, summarise
 
 
 def end(rank: int, code: int, *, asked: bool = False, tail: tuple[str, ...] = ()) -> RankEnd:
@@ -12,8 +15,9 @@ def end(rank: int, code: int, *, asked: bool = False, tail: tuple[str, ...] = ()
 
 
 def test_codes_in_words() -> None:
-    assert describe_code(3) == "exited with code 3 (the environment is not ready)"
-    assert describe_code(42) == "exited with code 42"
+    assert describe_code(3, own_worker=True) == "exited with code 3 (the environment is not ready)"
+    assert describe_code(3) == "exited with code 3"
+    assert describe_code(42, own_worker=True) == "exited with code 42"
     assert describe_code(-9).startswith(
         "was killed by signal 9 (SIGKILL: often the kernel's out-of-memory killer"
     )
@@ -47,3 +51,23 @@ def test_ends_are_grouped() -> None:
     assert summarise(ends) == (
         "ranks 0, 2 ended (code 0); rank 1 stopped by dslaunch (signal 15); rank 3 ended (code 1)"
     )
+
+
+def test_only_what_obeyed_was_stopped() -> None:
+    codes = (-15, -9, 143, 75, 70, 0)
+    assert [end(0, code, asked=True).was_stopped for code in codes] == [True, True, True, True, False, False]
+    assert not end(0, -9).was_stopped
+
+
+def test_a_signal_too_late_to_stop_anything_is_no_cancel() -> None:
+    ends = (end(0, 0, asked=True), end(1, 0, asked=True))
+    late = Outcome(ends=ends, cancelled_by=15, num_ranks=2)
+    assert late.exit_code == 0
+    assert "cancelled" not in render_end(late, RunDir(Path("/r")), shown=frozenset())
+    assert Outcome(ends=ends, cancelled_by=15, num_ranks=3).exit_code == 143  # one had not even started
+
+
+def test_the_resume_command_can_be_copied() -> None:
+    stopped = Outcome(ends=(end(0, 75, asked=True),), cancelled_by=2, num_ranks=1, own_worker=True)
+    text = render_end(stopped, RunDir(Path("/my runs/r")), shown=frozenset())
+    assert text.splitlines()[-1] == "  '/my runs/r/launch.sh' --resume"

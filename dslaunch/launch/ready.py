@@ -1,0 +1,27 @@
+"""What can be known, before a run directory is made, to keep a launch from starting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dslaunch.core.plan import LaunchPlan
+from dslaunch.launch import local
+from dslaunch.launch.orders import check_launch
+from dslaunch.launch.ports import lease_port
+from dslaunch.launch.text import utf8_environ
+
+
+def check_ready(plan: LaunchPlan) -> Mapping[str, str]:
+    """Whether ``plan`` can start on this machine now; returns the environment it looked at. Starts nothing.
+
+    Raises ConfigError where the plan makes no sense here, EnvironmentNotReady
+    where a secret, device, program, directory or the asked port is missing.
+    """
+    environ = utf8_environ()
+    check_launch(plan, environ)
+    local.check_hosts(plan.topology)
+    local.check_devices(plan, environ)
+    local.check_program(plan, environ)
+    if plan.master_port is not None:
+        lease_port(plan.master_port).close()
+    return environ
