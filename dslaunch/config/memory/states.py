@@ -94,7 +94,8 @@ def _stage_1_2(setup: Setup, rank: int) -> list[Item]:
         items.append(Item("gradients", kept, (*waiting, CONVERT)))
         items.append(Item("one whole gradient", e * largest, (BACKWARD,)))
     items += bucket_items(setup)
-    flat_copy = 0 if setup.accum_fp32 else e * share
+    # In fp32 the flat copy is what the optimizer gets; so it is where gradients were summed in fp32.
+    flat_copy = e * share if e == 2 and not setup.accum_fp32 else 0
     return [
         *items,
         Item("flat copy of the gradients", flat_copy, (CONVERT,)),
