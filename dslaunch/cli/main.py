@@ -18,7 +18,7 @@ from dslaunch.core.errors import EXIT_CANCELLED_INT, EXIT_OUR_BUG, DslaunchError
 # verb -> (module, what --help says). The module holds a click command named `command`.
 VERBS: dict[str, tuple[str, str]] = {
     "gen-config": ("dslaunch.cli.gen_config", "Print the DeepSpeed JSON of a run file or of flags."),
-    "plan": ("dslaunch.cli.plan", "Show every resolved value with its reason and source."),
+    "plan": ("dslaunch.cli.plan", "Show every resolved value with its reason and source, and its memory."),
     "launch": ("dslaunch.cli.launch", "Start the ranks of a run file, or of any command."),
     "export": ("dslaunch.cli.export", "Write a checkpoint as a Hugging Face directory."),
     "generate": ("dslaunch.cli.generate", "Answer prompts with an exported model or adapter."),

@@ -10,6 +10,7 @@ import pytest
 
 from dslaunch.cli.main import main
 from tests.support.tiny import make_tiny_model_dir
+from tests.test_light_imports import RESOLVING, imported, third_party
 
 RUN = """\
 name: first
@@ -149,3 +150,8 @@ def test_what_is_wrong_is_said_in_one_sentence(
     err = capsys.readouterr().err
     assert says in err
     assert "Traceback" not in err
+
+
+def test_no_torch_is_needed(here: Path) -> None:
+    modules = imported("plan", "--model", str(here / "model"), "--gpu", "a100", *FLAGS, cwd=here)
+    assert third_party(modules) <= RESOLVING

@@ -103,12 +103,12 @@ class Setup:
         """Whether gradients are summed in a wider type than the weights have."""
         return self.grad_accum_fp32 and self.bytes_each == 2
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Trained elements."""
         return sum(tensor.numel for tensor in self.trainable)
 
-    @property
+    @functools.cached_property
     def largest(self) -> int:
         """Elements of the largest tensor, trained or not."""
         return max(tensor.numel for tensor in (*self.model.tensors, *self.trainable))
