@@ -308,7 +308,7 @@ def worker(out: Path, everything: bool, only: str) -> None:
             continue
         results[case.name] = {"measured": measure(case), "planned": planned(case, world_size, rank)}
         gc.collect()
-    (out / f"rank-{rank}.json").write_text(json.dumps(results))
+        (out / f"rank-{rank}.json").write_text(json.dumps(results))
 
 
 # --- all ranks ----------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def test_a_model_elsewhere_is_a_note_and_no_error(capsys: pytest.CaptureFixture[
         ([], "neither a run file nor --model is given"),
         (["--model", "nowhere"], "--model: there is no nowhere"),
         (["--model", "model", "--gpu", "a100", *FLAGS, "--lora-r", "4"], "--lora-r has no effect"),
-        (["--model", "model", "--gpu", "a100", *FLAGS, "--offload-param", "cpu"], "offload_param acts at stage 3"),
+        (["--model", "model", "--gpu", "a100", *FLAGS, "--offload-param", "cpu"], "acts at stage 3"),
         (["run.yaml", "--method", "lora"], "--method is for plans without a run file"),
         (["--model", "run.yaml"], "is no model"),
         (["--model", "model", "--num-nodes", "2"], "num_gpus_per_node"),
