@@ -44,12 +44,19 @@ class Alternative:
 
 def rank_alternatives(setup: Setup, capacity_gib: float | None) -> list[Alternative]:
     """Every sensible change of stage, offload, checkpointing, micro-batch and bucket, best first."""
-    found = []
+    found: dict[Setup, Alternative] = {}
     for changed in _changed(setup):
         changes, cost = _difference(setup, changed)
-        if changes:
-            found.append(Alternative(changed, plan_memory(changed, capacity_gib), changes, cost))
-    return sorted(found, key=_place)
+        found[changed] = Alternative(changed, plan_memory(changed, capacity_gib), changes, cost)
+    worth = [a for a in found.values() if a.changes and _bucket_matters(a, setup, found)]
+    return sorted(worth, key=_place)
+
+
+def _bucket_matters(alternative: Alternative, setup: Setup, found: dict[Setup, Alternative]) -> bool:
+    """Whether a smaller bucket saves at least 1 % against the same with the old one."""
+    zero = dataclasses.replace(alternative.setup.zero, reduce_bucket_size=setup.zero.reduce_bucket_size)
+    same = found[dataclasses.replace(alternative.setup, zero=zero)]
+    return same is alternative or alternative.plan.total_bytes < 0.99 * same.plan.total_bytes
 
 
 def nearest_that_fits(alternatives: list[Alternative]) -> Alternative | None:
