@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py [--world-size 2] [--all] [--json FILE]
 
-Trains a small random Llama of odd sizes for two steps in each case (ZeRO stage x full or LoRA x
+Trains a small random Llama of odd sizes for two steps in each case (ZeRO stage x full, LoRA or QLoRA x
 precision x accumulation x offload) on CPU ranks, and compares four moments with the plan of the very rank:
 at rest, after the last backward pass, at the entry of the optimizer, and the highest point of the step.
 The first three walk all live storages; the last comes from the allocator's own events. Without ``--all``:
@@ -68,6 +68,9 @@ def cases(everything: bool) -> Iterator[Case]:
     yield Case(3, offload="optimizer+param", sub_group_size=20_000)
     if not everything:
         return
+    for stage in (0, 2, 3):
+        for accumulation in (1, 2):
+            yield Case(stage, "qlora", accumulation=accumulation)
     yield Case(3, sub_group_size=20_000)
     for stage in (1, 3):
         yield Case(stage, offload="optimizer")
@@ -139,7 +142,9 @@ def build_model(case: Case) -> Any:
 
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(model_config(case))
-    if case.method == "lora":
+    if case.method == "qlora":
+        model = quantised(model)
+    if case.method != "full":
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(task_type="CAUSAL_LM", r=R, target_modules="all-linear")
@@ -147,22 +152,49 @@ def build_model(case: Case) -> Any:
     return model.train()
 
 
+def quantised(model: Any) -> Any:
+    """The same model with its linear layers in NF4 with double quantisation, loaded as users load it."""
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model.should_save_on_this_rank = lambda is_main_process: True  # transformers 5 writes on rank 0 alone
+        model.to(torch.bfloat16).save_pretrained(folder)
+        del model
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=nf4, dtype=torch.bfloat16)
+
+
 def live_bytes(engine: Any, ignore: set[int]) -> int:
     """Bytes of every storage that some tensor in this process still refers to, once each."""
+    gc.collect()
+    grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    found = storages([*all_tensors(), *grads])
+    return sum(size for pointer, size in found.items() if pointer not in ignore)
+
+
+def all_tensors() -> list[Any]:
     import torch
 
-    gc.collect()
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-    tensors += [p.grad for p in engine.module.parameters() if p.grad is not None]
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+
+
+def storages(tensors: list[Any]) -> dict[int, int]:
+    """Address -> bytes of every storage behind ``tensors``."""
     found: dict[int, int] = {}
     for tensor in tensors:
         try:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() and storage.data_ptr() not in ignore:
-                found[storage.data_ptr()] = max(found.get(storage.data_ptr(), 0), storage.nbytes())
-        except (NotImplementedError, RuntimeError):  # meta and wrapper tensors hold nothing
+            found[storage.data_ptr()] = max(found.get(storage.data_ptr(), 0), storage.nbytes())
+        except (NotImplementedError, RuntimeError):  # meta, fake and wrapper tensors hold nothing
             continue
-    return sum(found.values())
+    found.pop(0, None)
+    return found
 
 
 def measure(case: Case) -> dict[str, int]:
@@ -171,7 +203,7 @@ def measure(case: Case) -> dict[str, int]:
     import torch
     from torch.profiler import record_function
 
-    ignore = {t.untyped_storage().data_ptr() for t in gc.get_objects() if issubclass(type(t), torch.Tensor)}
+    ignore = set(storages(all_tensors()))
     with memory_events() as events:
         model = build_model(case)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -262,8 +294,8 @@ def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
     setup = Setup(
         model=facts,
         trainable=facts.tensors if full else adapter_tensors(facts, r=R),
-        frozen=() if full else frozen_tensors(facts, bytes_each=e),
-        method="full" if full else "lora",
+        frozen=() if full else frozen_tensors(facts, bytes_each=e, quantised=case.method == "qlora"),
+        method=case.method,  # type: ignore[arg-type]
         precision=case.precision,  # type: ignore[arg-type]
         zero_stage=case.stage,
         zero=ZeroOptions(
@@ -338,7 +370,9 @@ def run(world_size: int, everything: bool, only: str) -> list[dict[str, Any]]:
             for rank in range(world_size)
         ]
         try:
-            codes = [rank.wait(timeout=1800) for rank in ranks]
+            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+                time.sleep(0.2)
+            codes = [rank.poll() for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
