@@ -172,6 +172,7 @@ def quantised(model: Any) -> Any:
 
 def live_bytes(engine: Any, ignore: set[int]) -> int:
     """Bytes of every storage that some tensor in this process still refers to, once each."""
+    time.sleep(0.1)  # gloo's threads let go of the buffers of a finished reduction a moment later
     gc.collect()
     grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
     found = storages([*all_tensors(), *grads])
@@ -203,6 +204,8 @@ def measure(case: Case) -> dict[str, int]:
     import torch
     from torch.profiler import record_function
 
+    gc.collect()
+    gc.freeze()  # what is here already is neither walked nor counted: each walk is then short
     ignore = set(storages(all_tensors()))
     with memory_events() as events:
         model = build_model(case)
