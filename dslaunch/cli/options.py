@@ -37,6 +37,11 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "lr": ("optimizer", "lr"),
     "optimizer": ("optimizer", "type"),
     "run_dir": ("output", "run_dir"),
+    "max_length": ("data", "max_length"),
+    "gradient_checkpointing": ("model", "gradient_checkpointing"),
+    "attention": ("model", "attn_implementation"),
+    "offload_optimizer": ("zero_optimization", "offload_optimizer", "device"),
+    "offload_param": ("zero_optimization", "offload_param", "device"),
 }
 
 set_option = click.option(
@@ -80,6 +85,36 @@ def master_options(function: F) -> F:
     return _apply(options, function)
 
 
+def memory_options(function: F) -> F:
+    """What a memory plan depends on besides the cluster."""
+    choice = click.Choice
+    options = [
+        click.option(
+            "--model", metavar="MODEL", help="Directory, config.json or .gguf file (or cached hub id)."
+        ),
+        click.option("--zero-stage", type=int, metavar="0-3", help="ZeRO stage."),
+        click.option("--precision", metavar="P", help="auto, bf16, fp16 or fp32."),
+        click.option(
+            "--method", type=choice(["full", "lora", "qlora"]), help="What is trained (no run file)."
+        ),
+        click.option(
+            "--lora-r", type=click.IntRange(min=1), metavar="R", help="Rank of the adapter (no run file)."
+        ),
+        click.option("--max-length", type=click.IntRange(min=1), metavar="N", help="Tokens of a sample."),
+        click.option(
+            "--train-micro-batch-size-per-gpu", type=int, metavar="N", help="Samples of one forward pass."
+        ),
+        click.option(
+            "--gradient-accumulation-steps", type=int, metavar="N", help="Forward passes of one step."
+        ),
+        click.option("--gradient-checkpointing", is_flag=True, help="Recompute activations."),
+        click.option("--offload-optimizer", type=choice(["cpu"]), help="Optimizer states in host memory."),
+        click.option("--offload-param", type=choice(["cpu"]), help="Parameters in host memory (stage 3)."),
+        click.option("--attention", type=choice(["sdpa", "flash", "eager"]), help="Attention backend."),
+    ]
+    return _apply(options, function)
+
+
 def flag_overrides(flags: Mapping[str, Any]) -> list[Override]:
     """The flags that were given, as values of the run file's keys. None means not given."""
     from dslaunch.config.overrides import Override
@@ -102,6 +137,13 @@ def load_and_resolve(
     ``flags`` are named as in FLAG_KEYS. Notes go to stderr. Writes nothing.
     Raises ConfigError(s) with file, line and key path.
     """
+    return load_and_resolve_with_spec(run_file, set_=set_, run_dir=run_dir, **flags)[0]
+
+
+def load_and_resolve_with_spec(
+    run_file: str, *, set_: tuple[str, ...] = (), run_dir: str | None = None, **flags: Any
+) -> tuple[RunPlan, LoadedSpec[Any]]:
+    """The same, with what the run file itself says."""
     from dslaunch.config.facts import probe_facts
     from dslaunch.config.resolve import resolve
 
@@ -115,7 +157,7 @@ def load_and_resolve(
         loaded, facts=facts, run_dir=directory, cwd=cwd, python=sys.executable, default_name=name
     )
     show_notes(notes)
-    return plan
+    return plan, loaded
 
 
 def load_run_spec(run_file: str, set_: tuple[str, ...], flags: Mapping[str, Any]) -> LoadedSpec[Any]:

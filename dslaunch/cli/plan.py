@@ -1,4 +1,4 @@
-"""dslaunch plan: every resolved value with its reason and source."""
+"""dslaunch plan: every resolved value with its reason and source, and what it takes in memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,35 @@ SCHEMA_VERSION = 1
 
 
 @click.command("plan", context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("run_file", metavar="RUN.yaml")
+@click.argument("run_file", required=False, metavar="[RUN.yaml]")
 @options.cluster_options
 @options.master_options
+@options.memory_options
 @options.set_option
 @options.run_dir_option
 @options.json_option
-def command(run_file: str, set_: tuple[str, ...], run_dir: str | None, as_json: bool, **flags: Any) -> None:
-    """Show every resolved value of RUN.yaml (-: stdin), why it is so and where it was written."""
-    plan = options.load_and_resolve(run_file, set_=set_, run_dir=run_dir, **flags)
-    if as_json:
-        click.echo(json.dumps(plan_report(plan), indent=2, ensure_ascii=False, allow_nan=False))
+def command(
+    run_file: str | None, set_: tuple[str, ...], run_dir: str | None, as_json: bool, **flags: Any
+) -> None:
+    """Show every resolved value of RUN.yaml (-: stdin), why it is so, and what it takes in memory.
+
+    Without RUN.yaml: what a script of your own takes, from --model and flags alone.
+    """
+    from dslaunch.cli import plan_memory
+
+    if run_file is None:
+        report, lines = plan_memory.plan_flags(set_, flags)
     else:
-        click.echo("\n".join(plan_lines(plan)))
+        plan, loaded = options.load_and_resolve_with_spec(
+            run_file, set_=set_, run_dir=run_dir, **plan_memory.run_file_flags(flags)
+        )
+        memory = plan_memory.memory_of_run(plan, loaded.spec.cluster.gpu)
+        report = {**plan_report(plan), **plan_memory.memory_report(memory)}
+        lines = [*plan_lines(plan), *plan_memory.memory_lines(memory)]
+    if as_json:
+        click.echo(json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        click.echo("\n".join(lines))
 
 
 def plan_report(plan: RunPlan) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,12 +23,16 @@ Support = Literal["yes", "slow", "no", "unknown"]
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of accelerator (or the CPU). ``arch``: compute capability, gfx name or the like."""
+    """A kind of accelerator (or the CPU). ``arch``: compute capability, gfx name or the like.
+
+    ``memory_gib``: what a program can use of it; None for a CPU and where it is not known.
+    """
 
     name: str
     arch: str
     fp16: Support
     bf16: Support
+    memory_gib: float | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.arch})" if self.arch else self.name
@@ -76,6 +80,26 @@ _OTHERS: list[tuple[str, Support, Support, str]] = [
     ("gaudi3", "yes", "yes", "gaudi3 hl325"),
     ("pvc", "yes", "yes", "pvc max1100 max1550"),
 ]
+# Nominal GB by name; where a device comes in several sizes the smallest first. Of a module of two
+# dies (mi250, max1550) what one device of the system has.
+_HBM_GB = (
+    "p100=16 v100=16/32 v100s=32 titanv=12 gv100=32 a100=40/80 a100x=80 a800=40/80 a30=24 h20=96/141 "
+    "h100=80/94 h200=141 h800=80 gh200=96/144 b100=180 b200=180 gb200=186 b300=270 gb300=270 "
+    "mi50=16/32 mi60=32 mi100=32 mi200=64 mi210=64 mi250=64 mi250x=64 mi300=192 mi300x=192 mi300a=128 "
+    "mi308x=192 mi325x=256 mi350=288 mi350x=288 mi355x=288 ascend910=32 ascend910a=32 ascend910b=64 "
+    "ascend910c=64 gaudi2=96 hl225=96 gaudi3=128 hl325=128 max1100=48 max1550=64"
+)
+_GDDR_GB = (
+    "gtx1070=8 gtx1080=8 titanxp=12 titanx=12 rtx2060=6 rtx2070=8 rtx2080=8 titanrtx=24 rtx4000=8 "
+    "rtx5000=16 rtx6000=24 rtx8000=48 a2000=6/12 a4000=16 a4500=20 a5000=24 a5500=24 a6000=48 "
+    "rtx3050=8 rtx3060=12 rtx3070=8 rtx3080=10/12 rtx3090=24 rtx4060=8 rtx4070=12 rtx4080=16 "
+    "rtx4090=24 rtx4000ada=20 rtx5000ada=32 rtx6000ada=48 rtx5060=8 rtx5070=12 rtx5080=16 rtx5090=32 "
+    "rtxpro6000=96"
+)
+_GDDR_ECC_GB = "p40=24 p4=8 t4=16 a2=16 a10=24 a10g=24 a16=16 a40=48 l2=24 l4=24 l20=48 l40=48 l40s=48"
+# Nominal size -> GiB that a program gets: the driver keeps some, and ECC on GDDR takes a sixteenth.
+_USABLE = ((_HBM_GB, 0.985), (_GDDR_GB, 0.985), (_GDDR_ECC_GB, 0.92))
+_SIZE = re.compile(r"(\d+)\s*gi?b?\b")
 _MEMORY = re.compile(r"[\s_-]+\d+\s*gi?b?\b|\bmig\b.*$|\bhbm\d\w*")
 _VENDOR = re.compile(
     r"nvidia|amd|intel|huawei|habana|tesla|geforce|quadro|instinct|radeon|graphics|gpu|\(r\)"
@@ -102,6 +126,14 @@ def lookup_device(text: str) -> Device:
     near = difflib.get_close_matches(key, [*by_name, CPU_NAME], n=3, cutoff=0.5)
     known = ", ".join(near) if near else "a100, h100, v100, mi300x, cpu"
     raise ConfigError(f"unknown device {text!r}", hint=f"write a name such as {known}, or sm_80 and the like")
+
+
+def memory_sizes(text: str) -> tuple[int, ...]:
+    """The sizes in GB that a device of this name may have: one, where the name says it (``a100-80g``)."""
+    if sizes := _SIZE.findall(text.lower()):
+        return (int(sizes[-1]),)
+    device = _find(text)
+    return _nominal().get(device.name, ((), 1.0))[0] if device else ()
 
 
 def probe_inventory(environ: Mapping[str, str], *, root: Path = Path("/")) -> Inventory:
@@ -147,11 +179,29 @@ def _find(text: str) -> Device | None:
     if key == CPU_NAME:
         return Device(CPU_NAME, "", "no", "slow")
     if match := re.fullmatch(r"sm(\d{2,3})[af]?", key):
-        return _nvidia(f"sm_{match[1]}", f"sm_{match[1]}")
+        return _with_memory(_nvidia(f"sm_{match[1]}", f"sm_{match[1]}"), text)
     key = key.replace("rtxa", "a", 1) if key.startswith("rtxa") else key  # "RTX A6000"
     while key not in by_name and (shorter := _SUFFIX.sub("", key)) != key:
         key = shorter
-    return by_name.get(key)
+    return _with_memory(by_name[key], text) if key in by_name else None
+
+
+def _with_memory(device: Device, text: str) -> Device:
+    """The size that ``text`` says, else the smallest in which the device is made."""
+    sizes, usable = _nominal().get(device.name, ((), 0.985))
+    if said := _SIZE.findall(text.lower()):
+        sizes = (int(said[-1]),)
+    return replace(device, memory_gib=round(sizes[0] * usable, 2)) if sizes else device
+
+
+def _nominal() -> dict[str, tuple[tuple[int, ...], float]]:
+    """name -> (sizes in GB, usable share)."""
+    found = {}
+    for table, usable in _USABLE:
+        for entry in table.split():
+            name, _, sizes = entry.partition("=")
+            found[name] = (tuple(int(size) for size in sizes.split("/")), usable)
+    return found
 
 
 def _plain(text: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dslaunch.core import devices
-from dslaunch.core.devices import cpu_model, lookup_device, may_have_gpu, probe_inventory
+from dslaunch.core.devices import cpu_model, lookup_device, may_have_gpu, memory_sizes, probe_inventory
 from dslaunch.core.errors import ConfigError
 
 KINDS = {
@@ -67,6 +67,32 @@ def test_what_a_device_computes_in(support: tuple[str, str], name: str) -> None:
 def test_every_name_of_the_table_finds_itself() -> None:
     for name in devices._by_name():
         assert lookup_device(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "gib"),
+    [
+        ("a100-80g", (80,), 78.8),
+        ("NVIDIA A100-SXM4-80GB", (80,), 78.8),
+        ("a100", (40, 80), 39.4),
+        ("V100-32GB", (32,), 31.52),
+        ("h200", (141,), 138.88),
+        ("L40S", (48,), 44.16),  # GDDR with ECC
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (5,), 4.92),
+        ("sm_80", (), None),
+        ("sm_80 24g", (24,), 23.64),
+        ("cpu", (), None),
+    ],
+)
+def test_the_memory_of_a_device(text: str, sizes: tuple[int, ...], gib: float | None) -> None:
+    assert memory_sizes(text) == sizes
+    assert lookup_device(text).memory_gib == gib
+
+
+def test_every_device_with_a_size_is_in_the_table_of_names() -> None:
+    from dslaunch.core.devices import CPU_NAME, _by_name, _nominal
+
+    assert set(_nominal()) <= {*_by_name(), CPU_NAME}
 
 
 @pytest.mark.parametrize(("text", "near"), [("a101", "a100"), ("h1000", "h100"), ("potato", "a100")])

@@ -1,0 +1,424 @@
+"""What DeepSpeed really allocates, against the formulas of ``dslaunch plan``.
+
+    python benchmarks/memory.py [--world-size 2] [--all] [--json FILE]
+
+Trains a small random Llama of odd sizes for two steps in each case (ZeRO stage x full, LoRA or QLoRA x
+precision x accumulation x offload) on CPU ranks, and compares four moments with the plan of the very rank:
+at rest, after the last backward pass, at the entry of the optimizer, and the highest point of the step.
+The first three walk all live storages; the last comes from the allocator's own events. Without ``--all``:
+the cases that the tests run. Exits 1 where one differs by more than 1 %.
+
+The ranks of a case run this file with ``--worker DIR``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_LOG_LEVEL", "error")
+
+TOLERANCE = 0.01
+MOMENTS = ("rest", "after backward", "optimizer entry", "step peak")
+BUCKET, THRESHOLD, R = 20_000, 500, 3
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the small model."""
+
+    stage: int
+    method: str = "full"
+    precision: str = "bf16"
+    accumulation: int = 1
+    offload: str = ""  # "optimizer", or "optimizer+param"
+    tied: bool = False
+    sub_group_size: int = 1_000_000_000
+
+    @property
+    def name(self) -> str:
+        parts = [f"z{self.stage}", self.method, self.precision, f"gas{self.accumulation}", self.offload]
+        parts += ["tied"] if self.tied else []
+        parts += [f"group{self.sub_group_size}"] if self.sub_group_size < 1_000_000_000 else []
+        return " ".join(filter(None, parts))
+
+
+def cases(everything: bool) -> Iterator[Case]:
+    """The matrix. Without ``everything``: stages x {full, LoRA} x accumulation in bf16, and some more."""
+    for stage in range(4):
+        for method in ("full", "lora"):
+            for accumulation in (1, 2):
+                yield Case(stage, method, accumulation=accumulation)
+    yield Case(2, precision="fp32")
+    yield Case(2, offload="optimizer")
+    yield Case(3, offload="optimizer+param", sub_group_size=20_000)
+    if not everything:
+        return
+    for stage in (0, 2, 3):
+        for accumulation in (1, 2):
+            yield Case(stage, "qlora", accumulation=accumulation)
+    yield Case(3, sub_group_size=20_000)
+    for stage in (1, 3):
+        yield Case(stage, offload="optimizer")
+    for stage in range(4):
+        if stage != 2:
+            yield Case(stage, precision="fp32")
+        yield Case(stage, precision="fp32", accumulation=3)
+        yield Case(stage, "lora", precision="fp32")
+        yield Case(stage, tied=True, precision="fp32")
+        yield Case(stage, precision="fp16")
+        yield Case(stage, precision="fp16", accumulation=2)
+    for stage in (1, 2, 3):
+        yield Case(stage, accumulation=2, offload="optimizer")
+        yield Case(stage, "lora", offload="optimizer")
+        yield Case(stage, precision="fp32", offload="optimizer")
+
+
+# --- one rank -----------------------------------------------------------------------------------
+
+
+def model_config(case: Case) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=1009,
+        hidden_size=60,
+        intermediate_size=151,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=case.tied,
+    )
+
+
+def ds_config(case: Case) -> dict[str, Any]:
+    """The DeepSpeed JSON as ``gen-config`` writes it, with a bucket that suits the size of the model."""
+    zero: dict[str, Any] = {"stage": case.stage, "reduce_bucket_size": BUCKET}
+    if case.stage == 3:
+        zero |= {
+            "stage3_param_persistence_threshold": THRESHOLD,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "sub_group_size": case.sub_group_size,
+        }
+    for part in filter(None, case.offload.split("+")):
+        zero[f"offload_{part}"] = {"device": "cpu", "pin_memory": False}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "steps_per_print": 2**31 - 1,
+    }
+    if case.precision != "fp32":
+        config[case.precision] = {"enabled": True}
+    if accumulates_in_fp32(case):
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def accumulates_in_fp32(case: Case) -> bool:
+    return case.precision == "bf16" and case.accumulation > 1 and case.stage > 0
+
+
+def build_model(case: Case) -> Any:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(model_config(case))
+    if case.method == "qlora":
+        model = quantised(model)
+    if case.method != "full":
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(task_type="CAUSAL_LM", r=R, target_modules="all-linear")
+        model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    return model.train()
+
+
+def quantised(model: Any) -> Any:
+    """The same model with its linear layers in NF4 with double quantisation, loaded as users load it."""
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model.should_save_on_this_rank = lambda is_main_process: True  # transformers 5 writes on rank 0 alone
+        model.to(torch.bfloat16).save_pretrained(folder)
+        del model
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=nf4, dtype=torch.bfloat16)
+
+
+def live_bytes(engine: Any, ignore: set[int]) -> int:
+    """Bytes of every storage that some tensor in this process still refers to, once each."""
+    time.sleep(0.1)  # gloo's threads let go of the buffers of a finished reduction a moment later
+    gc.collect()
+    grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    found = storages([*all_tensors(), *grads])
+    return sum(size for pointer, size in found.items() if pointer not in ignore)
+
+
+def all_tensors() -> list[Any]:
+    import torch
+
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+
+
+def storages(tensors: list[Any]) -> dict[int, int]:
+    """Address -> bytes of every storage behind ``tensors``."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        try:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = max(found.get(storage.data_ptr(), 0), storage.nbytes())
+        except (NotImplementedError, RuntimeError):  # meta, fake and wrapper tensors hold nothing
+            continue
+    found.pop(0, None)
+    return found
+
+
+def measure(case: Case) -> dict[str, int]:
+    """Bytes at each of MOMENTS on this rank."""
+    import deepspeed
+    import torch
+    from torch.profiler import record_function
+
+    gc.collect()
+    gc.freeze()  # what is here already is neither walked nor counted: each walk is then short
+    ignore = set(storages(all_tensors()))
+    with memory_events() as events:
+        model = build_model(case)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        engine = deepspeed.initialize(model=model, config=ds_config(case), model_parameters=trained)[0]
+        ids = torch.arange(16).unsqueeze(0)
+        ignore.add(ids.untyped_storage().data_ptr())
+        seen: dict[str, int] = {}
+        inner = engine.optimizer
+        while hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        stepped = inner.step
+
+        def at_entry(*args: Any, **kwargs: Any) -> Any:
+            seen["optimizer entry"] = max(seen.get("optimizer entry", 0), live_bytes(engine, ignore))
+            return stepped(*args, **kwargs)
+
+        for step in range(STEPS):
+            for _ in range(case.accumulation):
+                loss = engine(input_ids=ids, labels=ids).loss
+                engine.backward(loss)
+                del loss
+                if engine.is_gradient_accumulation_boundary():
+                    break
+                engine.step()
+            seen["after backward"] = live_bytes(engine, ignore)
+            if step == STEPS - 1:  # the states are made in the first step: the second is the one that counts
+                inner.step = at_entry
+            engine.step()
+        inner.step = stepped
+        seen["rest"] = live_bytes(engine, ignore)
+        for _ in range(case.accumulation):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            if not engine.is_gradient_accumulation_boundary():
+                engine.step()
+        before = live_bytes(engine, ignore)
+        with record_function("dslaunch peak"):
+            engine.step()
+    seen["step peak"] = before + growth_in(events, "dslaunch peak")
+    engine.destroy()
+    return seen
+
+
+@contextlib.contextmanager
+def memory_events() -> Iterator[list[Any]]:
+    """Every allocation, release and marked block of the ``with`` block, in the list once it is left.
+
+    torch.profiler.profile would do, but spends seconds on tables that nobody reads here.
+    """
+    import torch.autograd as autograd
+    from torch._C._profiler import ProfilerActivity, _ExperimentalConfig
+
+    config = autograd.ProfilerConfig(
+        autograd.ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
+    )
+    events: list[Any] = []
+    autograd._prepare_profiler(config, {ProfilerActivity.CPU})
+    autograd._enable_profiler(config, {ProfilerActivity.CPU})
+    try:
+        yield events
+    finally:
+        events += autograd._disable_profiler().events()
+
+
+def growth_in(events: list[Any], mark: str) -> int:
+    """How far the allocated bytes rose above where they were when the block named ``mark`` began."""
+    block = next(e for e in events if e.name() == mark)
+    begin, end = block.start_ns(), block.start_ns() + block.duration_ns()
+    inside = [e for e in events if e.name() == "[memory]" and begin <= e.start_ns() <= end]
+    current = highest = 0
+    for event in sorted(inside, key=lambda e: e.start_ns()):
+        current += event.nbytes()
+        highest = max(highest, current)
+    return highest
+
+
+def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
+    """What the plan says for the same moments."""
+    from dslaunch.config.memory.adapter import adapter_tensors
+    from dslaunch.config.memory.architectures import dimensions, parameters
+    from dslaunch.config.memory.items import CONVERT, UPDATE, rest_size, size_at
+    from dslaunch.config.memory.planner import rank_items
+    from dslaunch.config.memory.setup import Setup, ZeroOptions, frozen_tensors
+    from dslaunch.config.memory.tensors import ModelFacts
+
+    config = model_config(case).to_dict()
+    facts = ModelFacts(parameters(config) or (), dimensions(config), "config")
+    full, e = case.method == "full", 4 if case.precision == "fp32" else 2
+    setup = Setup(
+        model=facts,
+        trainable=facts.tensors if full else adapter_tensors(facts, r=R),
+        frozen=() if full else frozen_tensors(facts, bytes_each=e, quantised=case.method == "qlora"),
+        method=case.method,  # type: ignore[arg-type]
+        precision=case.precision,  # type: ignore[arg-type]
+        zero_stage=case.stage,
+        zero=ZeroOptions(
+            reduce_bucket_size=BUCKET,
+            sub_group_size=case.sub_group_size,
+            stage3_param_persistence_threshold=THRESHOLD,
+            offload_optimizer="cpu" if "optimizer" in case.offload else None,
+            offload_param="cpu" if "param" in case.offload else None,
+        ),
+        world_size=world_size,
+        ranks_per_host=world_size,
+        micro_batch=1,
+        accumulation=case.accumulation,
+        max_length=16,
+        grad_accum_fp32=accumulates_in_fp32(case),
+        device_type="cpu",
+    )
+    items, host = rank_items(setup, rank)
+    rest = rest_size([*items, *host])
+    if case.offload:  # on a CPU both sides are one memory: only their sum at rest can be told
+        return {"rest": rest}
+    waiting = [i for i in items if i.name == "gradients" and "always" not in i.when]
+    update = [i for i in items if i.name != "optimizer's temporaries"]
+    return {
+        "rest": rest,
+        "after backward": rest + sum(item.size for item in waiting),
+        "optimizer entry": size_at(update, UPDATE),
+        "step peak": max(size_at(items, CONVERT), size_at(items, UPDATE)),
+    }
+
+
+def worker(out: Path, everything: bool, only: str) -> None:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # emulated: only sizes matter here
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    results = {}
+    for case in cases(everything):
+        if only and only not in case.name:
+            continue
+        results[case.name] = {"measured": measure(case), "planned": planned(case, world_size, rank)}
+        gc.collect()
+        (out / f"rank-{rank}.json").write_text(json.dumps(results))
+
+
+# --- all ranks ----------------------------------------------------------------------------------
+
+
+def run(world_size: int, everything: bool, only: str) -> list[dict[str, Any]]:
+    """Every rank's results, in rank order."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [
+            sys.executable,
+            __file__,
+            "--worker",
+            folder,
+            "--only",
+            only,
+            *(["--all"] if everything else []),
+        ]
+        base = {**os.environ, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [
+            subprocess.Popen(argv, env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(world_size)
+        ]
+        try:
+            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+                time.sleep(0.2)
+            codes = [rank.poll() for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise SystemExit(f"ranks ended with {codes}")
+        return [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def differences(results: list[dict[str, Any]]) -> Iterator[tuple[str, int, str, int, int, float]]:
+    """(case, rank, moment, measured, planned, relative difference) of everything that was compared."""
+    for rank, by_case in enumerate(results):
+        for name, found in by_case.items():
+            for moment, plan in found["planned"].items():
+                real = found["measured"][moment]
+                yield name, rank, moment, real, plan, (plan - real) / max(real, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--all", action="store_true", help="the larger matrix")
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--json", type=Path, help="write every number here as well")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker, args.all, args.only)
+        return 0
+    started = time.monotonic()
+    results = run(args.world_size, args.all, args.only)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    worst: dict[str, float] = {}
+    print(f"{'case':<34} rank  {'moment':<16} {'measured':>12} {'planned':>12}  difference")
+    for name, rank, moment, real, plan, off in differences(results):
+        worst[moment] = max(worst.get(moment, 0.0), abs(off))
+        if rank == 0 or abs(off) > TOLERANCE:
+            flag = "  <-- more than 1 %" if abs(off) > TOLERANCE else ""
+            print(f"{name:<34} {rank:>4}  {moment:<16} {real:>12,} {plan:>12,}  {100 * off:+.3f} %{flag}")
+    print("\nlargest difference: " + ", ".join(f"{m} {100 * w:.3f} %" for m, w in worst.items()))
+    print(f"{time.monotonic() - started:.0f} s", file=sys.stderr)
+    return int(any(w > TOLERANCE for w in worst.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""The memory part of ``dslaunch plan``: for a run file, or for a script of one's own from flags alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dslaunch.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dslaunch.config.memory.alternatives import Alternative
+    from dslaunch.config.memory.planner import MemoryPlan
+    from dslaunch.config.memory.setup import Setup
+    from dslaunch.core.plan import RunPlan
+
+SCHEMA_VERSION = 1
+# Flags that a run file has no key for; what else there is goes through the run file's own checks.
+_OWN = ("method", "lora_r")
+# Flags that EngineSpec, the part that gen-config knows too, has no key for.
+_SCRIPT = (*_OWN, "max_length", "gradient_checkpointing", "attention")
+_SHOWN_ALTERNATIVES = 6
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A setup, its plan, and what else could be done."""
+
+    setup: Setup
+    plan: MemoryPlan
+    alternatives: list[Alternative]
+
+
+def run_file_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags as overrides of a run file. Raises ConfigError for those that it decides itself."""
+    for name in _OWN:
+        if flags.get(name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for plans without a run file",
+                hint="set the adapter section of the run file, such as --set adapter.r=16",
+            )
+    kept = {name: value for name, value in flags.items() if name not in _OWN}
+    kept["gradient_checkpointing"] = flags.get("gradient_checkpointing") or None
+    if kept.get("attention") == "flash":
+        kept["attention"] = "flash_attention_2"
+    return kept
+
+
+def memory_of_run(plan: RunPlan, gpu: Sequence[str] | None) -> Memory | None:
+    """The memory of a run; None, with a note, where its model is not on this machine."""
+    from dslaunch.config.memory.hub import cached_model
+    from dslaunch.config.memory.of_run import setup_of_run
+
+    path: Path | None = Path(plan.model.path)
+    if plan.model.kind == "hub":
+        path = cached_model(plan.model.path, plan.model.revision, os.environ)
+    if path is None:
+        _note(f"memory is not planned: {plan.model.path} is not on this machine")
+        return None
+    facts = _load(path)
+    try:
+        setup = setup_of_run(plan, facts)
+    except ConfigError as error:
+        raise ConfigError(f"adapter: {error.message}", hint=error.hint) from None
+    return _plan(setup, _capacity(gpu, plan.launch.device_type))
+
+
+def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """(what --json prints, lines) for --model and flags without a run file.
+
+    Raises ConfigError(s) where a flag is missing or wrong.
+    """
+    from dslaunch.cli import options
+    from dslaunch.config.engine_plan import resolve_engine
+    from dslaunch.config.facts import probe_facts
+    from dslaunch.config.load import load_flags
+    from dslaunch.config.memory.of_run import setup_of_config
+    from dslaunch.config.render import render_ds_config
+    from dslaunch.config.report import Report
+
+    if flags.get("model") is None:
+        raise ConfigError(
+            "neither a run file nor --model is given",
+            hint="dslaunch plan RUN.yaml, or --model DIR|config.json",
+        )
+    facts = _load(_model_path(flags["model"]))
+    engine_flags = {k: v for k, v in flags.items() if k not in _SCRIPT and k != "model"}
+    loaded = load_flags(set_, options.flag_overrides(_with_a_batch(engine_flags, set_)))
+    report = Report(loaded, notes=list(loaded.notes))
+    resolved = resolve_engine(report, probe_facts(loaded, cwd=Path.cwd(), environ=os.environ))
+    config = render_ds_config(resolved[0], report) if resolved else {}
+    report.raise_if_any()
+    assert resolved is not None
+    engine, hosts = resolved
+    options.show_notes(tuple(report.notes))
+    setup = setup_of_config(
+        config,
+        facts,
+        _training(flags),
+        precision=engine.precision,
+        batch=engine.batch,
+        ranks_per_host=max(len(host.slots) for host in hosts.topology.hosts),
+        device_type=hosts.device_type,
+    )
+    memory = _plan(setup, _capacity(loaded.spec.cluster.gpu, hosts.device_type))
+    chosen = report.reasons.get("precision")
+    batch = engine.batch
+    head = {
+        "schema_version": SCHEMA_VERSION,
+        "world_size": batch.world_size,
+        "precision": {"value": engine.precision, "reason": chosen.reason if chosen else "as written"},
+        "zero_stage": engine.zero_stage,
+        "batch": {
+            "train_batch_size": batch.train_batch_size,
+            "train_micro_batch_size_per_gpu": batch.train_micro_batch_size_per_gpu,
+            "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        },
+    }
+    return {**head, **memory_report(memory)}, memory_lines(memory)
+
+
+def memory_report(memory: Memory | None) -> dict[str, Any]:
+    """The ``memory`` and ``alternatives`` of ``--json``."""
+    if memory is None:
+        return {"memory": None, "alternatives": []}
+    alternatives = [alternative.to_json() for alternative in memory.alternatives]
+    return {"memory": memory.plan.to_json(), "alternatives": alternatives}
+
+
+def memory_lines(memory: Memory | None) -> list[str]:
+    """The same as a table."""
+    from dslaunch.cli.memory_table import table
+
+    return (
+        [] if memory is None else table(memory.setup, memory.plan, memory.alternatives, _SHOWN_ALTERNATIVES)
+    )
+
+
+def _plan(setup: Setup, capacity_gib: float | None) -> Memory:
+    from dslaunch.config.memory.alternatives import rank_alternatives
+    from dslaunch.config.memory.planner import plan_memory
+
+    if setup.model.note:
+        _note(setup.model.note)
+    return Memory(setup, plan_memory(setup, capacity_gib), rank_alternatives(setup, capacity_gib))
+
+
+def _load(path: Path) -> Any:
+    from dslaunch.config.memory.model import load_model_facts
+
+    return load_model_facts(path)
+
+
+def _model_path(text: str) -> Path:
+    """An existing path, or the snapshot of a hub id in the local cache."""
+    from dslaunch.config.memory.hub import cached_model
+
+    path = Path(text).expanduser()
+    if path.exists():
+        return path
+    if text.count("/") == 1 and (found := cached_model(text, None, os.environ)):
+        return found
+    raise ConfigError(
+        f"--model: there is no {text}",
+        hint="give a model directory, a config.json or a .gguf file of this machine",
+    )
+
+
+def _training(flags: Mapping[str, Any]) -> Any:
+    from dslaunch.config.memory.of_run import Training
+
+    given = {name: flags[name] for name in _SCRIPT if flags.get(name) is not None}
+    if given.get("method", "full") == "full" and "lora_r" in given:
+        raise ConfigError("--lora-r has no effect with --method full", hint="add --method lora")
+    return Training(**given)
+
+
+def _with_a_batch(flags: dict[str, Any], set_: tuple[str, ...]) -> dict[str, Any]:
+    """One sample in a forward pass, one pass in a step, where nothing is said of the batch."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = [name for name in names if flags.get(name) is not None or any(s.startswith(name) for s in set_)]
+    if not given:
+        flags["train_micro_batch_size_per_gpu"] = 1
+    if "train_batch_size" not in given and "gradient_accumulation_steps" not in given:
+        flags["gradient_accumulation_steps"] = 1
+    elif given == ["gradient_accumulation_steps"]:
+        flags["train_micro_batch_size_per_gpu"] = 1
+    return flags
+
+
+def _capacity(gpu: Sequence[str] | None, device_type: str) -> float | None:
+    """GiB of the smallest device of the run; None, with a note, where it is not known."""
+    from dslaunch.core.devices import lookup_device, memory_sizes, probe_inventory
+
+    if device_type == "cpu":
+        return None
+    for name in gpu or ():
+        if len(sizes := memory_sizes(name)) > 1:
+            others = " and ".join(f"{size} GB" for size in sizes)
+            _note(f"{name} comes with {others}: {sizes[0]} GB assumed; {name}-{sizes[-1]}g says otherwise")
+    if gpu:
+        found = [lookup_device(name).memory_gib for name in gpu]
+    else:
+        found = [a.device.memory_gib for a in probe_inventory(os.environ).accelerators]
+    known = [size for size in found if size is not None]
+    if not known or len(known) < len(found):
+        _note("how much memory the devices have is not known: name them with their size, --gpu a100-80g")
+        return None
+    return min(known)
+
+
+def _note(text: str) -> None:
+    click.echo(f"note: {text}", err=True)

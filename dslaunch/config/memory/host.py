@@ -1,0 +1,72 @@
+"""Host memory and disk.
+
+Measured on Linux with transformers 5.24, except what a process itself takes, which is experience
+(docs/memory.md).
+"""
+
+from __future__ import annotations
+
+from dslaunch.config.memory.items import ALWAYS, Item
+from dslaunch.config.memory.setup import Setup, flat_size, shard
+from dslaunch.config.memory.states import frozen_bytes, stage_3_share
+
+LOAD, TRAIN, RESUME = "loading", "training", "resuming"
+HOST_PHASES = (LOAD, TRAIN, RESUME)
+PROCESS_BYTES = 2_000_000_000  # 1 to 4 GB with torch, CUDA's libraries and the data loader
+_FILES_BYTES, _TENSOR_BYTES = 41_070, 1_500  # of a checkpoint: DeepSpeed's scripts; names and headers
+
+
+def host_items(setup: Setup, offloaded: list[Item], rank_peak: int) -> list[Item]:
+    """The items of the fullest host. ``offloaded``: of one rank; ``rank_peak``: of its device.
+
+    Where the device is the CPU, the ranks' own memory is in the host.
+    """
+    ranks = setup.ranks_per_host
+    items = [Item("processes and libraries", PROCESS_BYTES * ranks, (ALWAYS,))]
+    items += _loading(setup)
+    items += [Item(f"{item.name} (offloaded)", item.size * ranks, (TRAIN, RESUME)) for item in offloaded]
+    if setup.device_type == "cpu":
+        items.append(Item("what the ranks compute with", rank_peak * ranks, (TRAIN,)))
+    items.append(Item("checkpoint being read", _largest_part(setup) * ranks, (RESUME,)))
+    return [item for item in items if item.size]
+
+
+def checkpoint_bytes(setup: Setup) -> int:
+    """Bytes on disk of one DeepSpeed checkpoint, over all ranks."""
+    parts = (0 if setup.exclude_frozen else len(setup.frozen)) + len(setup.trainable)
+    overhead = _FILES_BYTES + _TENSOR_BYTES * parts
+    e, numel, state = setup.bytes_each, setup.numel, setup.optimizer.state
+    frozen = 0 if setup.exclude_frozen else sum(part.nbytes for part in setup.frozen)
+    if setup.zero_stage == 3:
+        own = (4 + state) * stage_3_share(setup) + (0 if setup.exclude_frozen else frozen_bytes(setup))
+        return own * setup.world_size + overhead
+    if setup.zero_stage == 0:
+        return e * numel + frozen + (state if e == 4 else 4 + state) * numel + overhead
+    return e * numel + frozen + (4 + state) * flat_size(numel, setup.world_size) + overhead
+
+
+def _loading(setup: Setup) -> list[Item]:
+    """from_pretrained: weights of the file's own dtype stay mapped and are shared; others are copies."""
+    size = setup.bytes_each * setup.model.numel
+    same = setup.model.file_dtype in (
+        None,
+        {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[setup.precision],
+    )
+    if setup.zero_stage == 3 and setup.method != "qlora":
+        mapped = Item("weight file, mapped by the first rank", setup.model.file_bytes or size, (LOAD,))
+        return [mapped, Item("weights being sharded", int(1.17 * size) * setup.ranks_per_host, (LOAD,))]
+    mapped = Item("weight file, mapped once", setup.model.file_bytes or size, (LOAD,))
+    return [mapped] if same else [mapped, Item("converted weights", size * setup.ranks_per_host, (LOAD,))]
+
+
+def _largest_part(setup: Setup) -> int:
+    """load_checkpoint holds one file at a time: a rank's own optimizer states, or the model's."""
+    own_states = 4 + setup.optimizer.state
+    if setup.zero_stage == 3:
+        frozen = 0 if setup.exclude_frozen else frozen_bytes(setup)
+        return max(own_states * stage_3_share(setup), frozen)
+    frozen = 0 if setup.exclude_frozen else sum(part.nbytes for part in setup.frozen)
+    model = setup.bytes_each * setup.numel + frozen
+    if setup.zero_stage == 0:
+        return model + own_states * setup.numel
+    return max(own_states * shard(setup.numel, setup.world_size), model)

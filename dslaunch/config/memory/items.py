@@ -1,0 +1,48 @@
+"""One line of a memory plan, and the moments at which it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ALWAYS = "always"  # between two steps: what rests
+REST = "at rest"  # between two steps, but not inside one
+FORWARD = "forward"  # the end of the forward pass, loss included
+LOSS = "backward: start"  # the loss's own gradient, all activations still there
+LAYERS = "backward: layers"  # the loss is through; a layer is being recomputed, if that is asked for
+BACKWARD = "backward: end"  # the activations gone, the gradients there
+REDUCE = "all-reduce"  # stage 0: after the last backward pass
+CONVERT = "step: convert"  # gradients become fp32
+UPDATE = "step: update"  # the optimizer
+OUTSIDE = "outside"  # beside what torch's allocator hands out
+
+PASSES = (FORWARD, LOSS, LAYERS, BACKWARD)
+PHASES = (*PASSES, REDUCE, CONVERT, UPDATE)
+
+
+@dataclass(frozen=True)
+class Item:
+    """``size`` bytes that are there in the moments ``when``."""
+
+    name: str
+    size: int
+    when: tuple[str, ...] = (ALWAYS,)
+
+    def to_json(self) -> dict[str, object]:
+        return {"name": self.name, "bytes": self.size, "when": ", ".join(self.when)}
+
+
+def size_at(items: Iterable[Item], phase: str) -> int:
+    """Bytes in one moment: what is always there and what is there then."""
+    return sum(item.size for item in items if ALWAYS in item.when or phase in item.when)
+
+
+def rest_size(items: Iterable[Item]) -> int:
+    """Bytes between two steps."""
+    return sum(item.size for item in items if ALWAYS in item.when or REST in item.when)
+
+
+def peak_phase(items: Iterable[Item], phases: Iterable[str] = PHASES) -> str:
+    """The moment that takes most."""
+    listed = list(items)
+    return max(phases, key=lambda phase: size_at(listed, phase))

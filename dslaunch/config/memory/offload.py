@@ -1,0 +1,86 @@
+"""The same with optimizer states or parameters in host memory: what stays on the device, what the host has.
+
+Fitted to DeepSpeed 0.19.8 like ``states``; on a CPU only the sum of the two sides can be measured.
+"""
+
+from __future__ import annotations
+
+from dslaunch.config.memory.items import CONVERT, UPDATE, Item
+from dslaunch.config.memory.setup import Setup, flat_size, touching
+from dslaunch.config.memory.states import (
+    bucket_items,
+    frozen_bytes,
+    gradient_phases,
+    largest_sub_group,
+    stage_3_buffers,
+    stage_3_share,
+)
+
+
+def offload_items(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
+    """(device items, host items) of ``rank``, where something is offloaded. NVMe counts as off both.
+
+    Zero-sized items are left out.
+    """
+    device, host = _stage_3(setup) if setup.zero_stage == 3 else _stage_1_2(setup, rank)
+    return [item for item in device if item.size], [item for item in host if item.size]
+
+
+def _stage_1_2(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
+    e, world = setup.bytes_each, setup.world_size
+    flat = flat_size(setup.numel, world)
+    share, largest = flat // world, max((tensor.numel for tensor in setup.trainable), default=0)
+    waiting = gradient_phases(setup)
+    several = setup.accumulation > 1
+    device = [
+        Item("frozen weights", frozen_bytes(setup)),
+        Item("weights", e * flat),
+        Item("one whole gradient", e * largest),
+        *bucket_items(setup),
+    ]
+    if setup.zero_stage == 1 and several:
+        device.append(Item("gradients of the whole model", setup.accum_bytes * setup.numel, waiting))
+    if setup.zero_stage == 2 and setup.accum_fp32:
+        device.append(Item("gradients", 4 * share, (*waiting, CONVERT)))
+    host = [
+        Item("fp32 master weights", 4 * share),
+        Item("fp32 gradients", 4 * share),
+        Item("optimizer states", setup.optimizer.state * share),
+        Item("16-bit copy of the weights" if e == 2 else "copy of the weights", e * share),
+        Item("one whole gradient", e * largest),
+    ]
+    if setup.zero_stage == 2 and several and not setup.accum_fp32:
+        host.append(Item("accumulated gradients", e * touching(setup.trainable, world, rank)))
+    return device, _off(host, setup.zero.offload_optimizer)
+
+
+def _stage_3(setup: Setup) -> tuple[list[Item], list[Item]]:
+    e, own, group = setup.bytes_each, stage_3_share(setup), largest_sub_group(setup)
+    states = [
+        Item("fp32 master weights", 4 * own),
+        Item("optimizer states", setup.optimizer.state * own),
+        Item("gradients", setup.accum_bytes * own),
+    ]
+    weights = [Item("weights", e * own), Item("frozen weights", frozen_bytes(setup))]
+    device = stage_3_buffers(setup)
+    host: list[Item] = []
+    if setup.zero.offload_optimizer:
+        host += _off([*states, Item("fp32 gradients", 4 * own)], setup.zero.offload_optimizer)
+    else:
+        device += [
+            *states,
+            Item("fp32 gradients", 4 * group, (CONVERT, UPDATE)),
+            Item("optimizer's temporaries", setup.optimizer.temporary * group, (UPDATE,)),
+        ]
+    if setup.zero.offload_param:
+        host += _off(weights, setup.zero.offload_param)
+    else:
+        device += weights
+    return device, host
+
+
+def _off(items: list[Item], where: str | None) -> list[Item]:
+    """On NVMe only the gradients' way through the host is left, which the swap buffers bound."""
+    if where == "nvme":
+        return [item for item in items if "gradient" in item.name]
+    return items

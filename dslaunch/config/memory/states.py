@@ -1,0 +1,189 @@
+"""Weights, gradients, optimizer states and ZeRO's buffers of one rank, without offload.
+
+Every formula was fitted to DeepSpeed 0.19.8 by walking all live storages (benchmarks/memory.py does
+it again); docs/memory.md explains them. Symbols: P trained elements, F the flat buffer of stages 1
+and 2, S a rank's share of it, S3 a rank's share at stage 3, e bytes of a parameter.
+"""
+
+from __future__ import annotations
+
+from dslaunch.config.memory.items import (
+    BACKWARD,
+    CONVERT,
+    FORWARD,
+    LAYERS,
+    LOSS,
+    PASSES,
+    REDUCE,
+    REST,
+    UPDATE,
+    Item,
+)
+from dslaunch.config.memory.setup import Setup, flat_size, shard, touching
+
+_STAGE_0_FLAT = 500_000_000  # engine.allreduce_bucket: a constant, whatever reduce_bucket_size says
+
+
+def state_items(setup: Setup, rank: int) -> list[Item]:
+    """The items of ``rank``; zero-sized ones are left out."""
+    if setup.zero_stage == 0:
+        items = _stage_0(setup)
+    elif setup.zero_stage == 3:
+        items = _stage_3(setup)
+    elif setup.zero_stage == 1 and setup.precision == "bf16" and setup.accum_fp32:
+        items = _bf16_optimizer(setup)
+    else:
+        items = _stage_1_2(setup, rank)
+    return [item for item in items if item.size]
+
+
+def frozen_bytes(setup: Setup) -> int:
+    """Bytes of what is not trained on one rank."""
+    if setup.zero_stage < 3:
+        return sum(part.nbytes for part in setup.frozen)
+    share = [shard(part.elements, setup.world_size) * part.element_bytes for part in setup.frozen]
+    return sum(share) + sum(part.replicated for part in setup.frozen)
+
+
+def gradient_phases(setup: Setup) -> tuple[str, ...]:
+    """While gradients wait for the step: with accumulation through the next passes as well."""
+    return PASSES if setup.accumulation > 1 else (BACKWARD,)
+
+
+def _stage_0(setup: Setup) -> list[Item]:
+    numel, e = setup.numel, setup.bytes_each
+    low = setup.precision != "fp32"
+    waiting = (*gradient_phases(setup), REDUCE, CONVERT, UPDATE)
+    fp32 = 8 if setup.optimizer.fused else 4  # FP16_Optimizer also lays them end to end
+    largest = max((tensor.numel for tensor in setup.trainable), default=0)
+    return [
+        Item("frozen weights", frozen_bytes(setup)),
+        Item("weights", e * numel),
+        Item("fp32 master weights", 4 * numel if low else 0),
+        Item("optimizer states", setup.optimizer.state * numel),
+        Item("gradients", e * numel, waiting),
+        Item("all-reduce buffer", e * min(numel, _STAGE_0_FLAT), (REDUCE,)),
+        Item("fp32 gradients", fp32 * numel if low else 0, (CONVERT, UPDATE)),
+        Item("optimizer's temporaries", setup.optimizer.temporary * largest, (UPDATE,)),
+    ]
+
+
+def _flat_states(setup: Setup) -> list[Item]:
+    flat = flat_size(setup.numel, setup.world_size)
+    share = flat // setup.world_size
+    return [
+        Item("frozen weights", frozen_bytes(setup)),
+        Item("weights", setup.bytes_each * flat),
+        Item("fp32 master weights", 4 * share),
+        Item("optimizer states", setup.optimizer.state * share),
+    ]
+
+
+def _stage_1_2(setup: Setup, rank: int) -> list[Item]:
+    e, world = setup.bytes_each, setup.world_size
+    share = flat_size(setup.numel, world) // world
+    waiting = gradient_phases(setup)
+    kept = 4 * share if setup.accum_fp32 else e * touching(setup.trainable, world, rank)
+    largest = max((tensor.numel for tensor in setup.trainable), default=0)
+    items = _flat_states(setup)
+    if setup.zero_stage == 1:
+        # Whole gradients until the last micro-batch is reduced; only then the rank's own part.
+        items.append(Item("gradients of the whole model", setup.accum_bytes * setup.numel, waiting))
+        items.append(Item("gradients", kept, (BACKWARD, CONVERT)))
+    else:
+        items.append(Item("gradients", kept, (*waiting, CONVERT)))
+        items.append(Item("one whole gradient", e * largest, (BACKWARD,)))
+    items += bucket_items(setup)
+    # In fp32 the flat copy is what the optimizer gets; so it is where gradients were summed in fp32.
+    flat_copy = e * share if e == 2 and not setup.accum_fp32 else 0
+    return [
+        *items,
+        Item("flat copy of the gradients", flat_copy, (CONVERT,)),
+        Item("fp32 gradients", 4 * share, (UPDATE,) if setup.accum_fp32 else (CONVERT, UPDATE)),
+        Item("optimizer's temporaries", setup.optimizer.temporary * share, (UPDATE,)),
+    ]
+
+
+def bucket_items(setup: Setup) -> list[Item]:
+    """The buffer of stages 1 and 2 in which gradients are reduced: whole, however little is trained."""
+    size = setup.zero.reduce_bucket_size * setup.bytes_each
+    kept = (FORWARD,) if setup.zero_stage == 1 and setup.accumulation > 1 else ()
+    when = (*kept, LOSS, LAYERS, BACKWARD)
+    items = [Item("reduce bucket", size, when)]
+    if setup.zero.overlap_comm:
+        items.append(Item("second reduce bucket (overlap_comm)", size, when))
+    return items
+
+
+def _bf16_optimizer(setup: Setup) -> list[Item]:
+    """Stage 1 in bf16 with fp32 accumulation is another class of DeepSpeed: BF16_Optimizer."""
+    flat = flat_size(setup.numel, setup.world_size)
+    share = flat // setup.world_size
+    waiting = (*gradient_phases(setup), REDUCE, CONVERT, UPDATE)
+    return [
+        *_flat_states(setup),
+        Item("fp32 gradients of the whole model", 4 * flat),
+        Item("gradients", setup.bytes_each * setup.numel, waiting),
+        Item("optimizer's temporaries", setup.optimizer.temporary * share, (UPDATE,)),
+    ]
+
+
+def _stage_3(setup: Setup) -> list[Item]:
+    own = stage_3_share(setup)
+    group = largest_sub_group(setup)
+    return [
+        Item("frozen weights", frozen_bytes(setup)),
+        Item("weights", setup.bytes_each * own),
+        Item("fp32 master weights", 4 * own),
+        Item("optimizer states", setup.optimizer.state * own),
+        Item("gradients", setup.accum_bytes * own),
+        *stage_3_buffers(setup),
+        Item("fp32 gradients", 4 * group, (CONVERT, UPDATE)),
+        Item("optimizer's temporaries", setup.optimizer.temporary * group, (UPDATE,)),
+    ]
+
+
+def stage_3_share(setup: Setup) -> int:
+    """Trained elements of one rank at stage 3: each tensor is divided by itself and rounded up."""
+    return sum(shard(tensor.numel, setup.world_size) for tensor in setup.trainable)
+
+
+def stage_3_buffers(setup: Setup) -> list[Item]:
+    """The bucket and the small tensors that stay whole (both for good), and what is gathered in passing."""
+    e, zero, persistent = setup.bytes_each, setup.zero, _persistent(setup)
+    rest = setup.model.numel + (setup.numel if setup.method != "full" else 0) - persistent
+    kept = min(rest, zero.stage3_max_reuse_distance // 2 + 4 * setup.largest)
+    return [
+        Item("reduce bucket", zero.reduce_bucket_size * e),
+        # The step lets go of them and gathers them again at its end.
+        Item("small weights kept whole", e * persistent if setup.world_size > 1 else 0, (REST, *PASSES)),
+        Item("gathered weights (stage3_max_reuse_distance)", _gathered_bytes(setup, kept), PASSES),
+        Item("prefetched weights", e * min(zero.stage3_prefetch_bucket_size, rest), (FORWARD, LAYERS)),
+    ]
+
+
+def _gathered_bytes(setup: Setup, elements: int) -> int:
+    """Quantised weights are gathered as they are packed."""
+    if setup.method != "qlora":
+        return setup.bytes_each * elements
+    packed = sum(part.elements * part.element_bytes for part in setup.frozen)
+    return min(setup.bytes_each * elements, packed + setup.bytes_each * setup.numel)
+
+
+def _persistent(setup: Setup) -> int:
+    sizes = [tensor.numel for tensor in setup.trainable]
+    if setup.method != "full":
+        sizes += [part.elements for part in setup.frozen if part.element_bytes > 1]
+    return sum(n for n in sizes if n <= setup.zero.stage3_param_persistence_threshold)
+
+
+def largest_sub_group(setup: Setup) -> int:
+    """Elements of the largest group that is updated at once (stage3.py, _create_fp16_sub_groups)."""
+    limit = setup.zero.sub_group_size
+    largest = current = 0
+    for tensor in setup.trainable:
+        current += shard(tensor.numel, setup.world_size)
+        largest = max(largest, current)
+        if current >= limit:
+            current = 0
+    return largest

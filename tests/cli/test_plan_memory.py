@@ -1,0 +1,157 @@
+"""dslaunch plan: memory of a run file's model, and of a model and flags alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dslaunch.cli.main import main
+from tests.support.tiny import make_tiny_model_dir
+from tests.test_light_imports import RESOLVING, imported, third_party
+
+RUN = """\
+name: first
+model: model
+data: {train: org/data}
+adapter: {type: lora, r: 4}
+train_batch_size: 8
+train_micro_batch_size_per_gpu: 2
+cluster: {num_gpus_per_node: 2, gpu: v100-32gb}
+precision: fp16
+zero_optimization: {stage: 2}
+"""
+FLAGS = ["--num-nodes", "1", "--num-gpus-per-node", "8", "--zero-stage", "2", "--precision", "bf16"]
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model_dir(tmp_path / "model")
+    (tmp_path / "run.yaml").write_text(RUN)
+    return tmp_path
+
+
+def report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main(["plan", *argv, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "--model", "model", "--gpu", "a100-80g", *FLAGS, "--method", "full",
+                   "--max-length", "256", "--train-micro-batch-size-per-gpu", "1")  # fmt: skip
+    assert set(found) == {
+        "schema_version", "world_size", "precision", "zero_stage", "batch", "memory", "alternatives",
+    }  # fmt: skip
+    assert (found["schema_version"], found["world_size"], found["zero_stage"]) == (1, 8, 2)
+    assert found["precision"] == {"value": "bf16", "reason": "as written"}
+    assert found["batch"] == {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+    }
+    gpu = found["memory"]["per_gpu"]
+    assert gpu["fits"] is True
+    assert gpu["rest_bytes"] == sum(i["bytes"] for i in gpu["items"] if i["when"] == "always")
+    assert gpu["peak_bytes"] > gpu["rest_bytes"]
+    outside = sum(i["bytes"] for i in gpu["items"] if i["when"] == "outside")
+    assert gpu["total_bytes"] == gpu["peak_bytes"] + outside
+    assert {"peak_bytes", "items"} <= set(found["memory"]["per_host"])
+    assert found["memory"]["checkpoint_bytes"] > 0
+    assert found["alternatives"][0]["changes"]
+
+
+def test_config_json_is_enough_and_what_does_not_fit_says_what_would(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((here / "model/config.json").read_text())
+    big = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    (here / "big.json").write_text(json.dumps({**config, **big, "num_attention_heads": 32, "head_dim": 128}))
+    argv = ["plan", "--model", "big.json", "--gpu", "a100-40g", *FLAGS, "--max-length", "4096"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "does not fit" in out
+    assert "nearest that fits: --gradient-checkpointing" in out or "nearest that fits: --zero-stage 3" in out
+    assert main([*argv, "--zero-stage", "3", "--gradient-checkpointing", "--offload-optimizer", "cpu"]) == 0
+    assert "\nfits: " in capsys.readouterr().out
+
+
+def test_qlora_is_smaller_than_lora(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--model", "model", "--gpu", "h100", *FLAGS, "--max-length", "128", "--lora-r", "4")
+    rests = [
+        report(capsys, *argv, "--method", method)["memory"]["per_gpu"]["rest_bytes"]
+        for method in ("lora", "qlora")
+    ]
+    assert rests[1] < rests[0]
+
+
+def test_a_device_of_several_sizes_is_taken_for_the_smallest_and_said_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--model", "model", "--gpu", "a100", *FLAGS]) == 0
+    captured = capsys.readouterr()
+    assert "a100 comes with 40 GB and 80 GB: 40 GB assumed; a100-80g says otherwise" in captured.err
+    assert "of 39.40 GiB on each device" in captured.out
+
+
+def test_the_memory_of_a_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "run.yaml")
+    gpu = found["memory"]["per_gpu"]
+    assert gpu["capacity_bytes"] == int(31.52 * 2**30)
+    assert {item["name"] for item in gpu["items"]} >= {"frozen weights", "weights", "reduce bucket"}
+    assert found["plan"]["adapter"]["r"] == 4
+    more = report(capsys, "run.yaml", "--max-length", "2048", "--gradient-checkpointing")
+    assert more["plan"]["data"]["max_length"] == 2048
+    assert more["plan"]["model"]["gradient_checkpointing"] is True
+    away = report(capsys, "run.yaml", "--zero-stage", "3", "--offload-optimizer", "cpu")
+    assert away["plan"]["ds_config"]["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert away["memory"]["per_host"]["peak_bytes"] > 0
+
+
+def test_16_bit_stage_0_of_a_run_file_is_planned_as_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    zero, one = (report(capsys, "run.yaml", "--zero-stage", stage)["memory"] for stage in "01")
+    assert zero["per_gpu"] == one["per_gpu"]
+
+
+def test_text_of_a_run_file_ends_with_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "ZeRO stage 2\neach device:\n" in out
+    assert "alternatives, best first:" in out
+
+
+def test_a_model_elsewhere_is_a_note_and_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "--set", "model.path=org/name", "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert (found["memory"], found["alternatives"]) == (None, [])
+    assert "note: memory is not planned: org/name is not on this machine" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "neither a run file nor --model is given"),
+        (["--model", "nowhere"], "--model: there is no nowhere"),
+        (["--model", "model", "--gpu", "a100", *FLAGS, "--lora-r", "4"], "--lora-r has no effect"),
+        (["--model", "model", "--gpu", "a100", *FLAGS, "--offload-param", "cpu"], "acts at stage 3"),
+        (["run.yaml", "--method", "lora"], "--method is for plans without a run file"),
+        (["--model", "run.yaml"], "is no model"),
+        (["--model", "model", "--num-nodes", "2"], "num_gpus_per_node"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_one_sentence(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *argv]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_no_torch_is_needed(here: Path) -> None:
+    modules = imported("plan", "--model", str(here / "model"), "--gpu", "a100", *FLAGS, cwd=here)
+    assert third_party(modules) <= RESOLVING

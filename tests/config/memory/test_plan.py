@@ -1,0 +1,179 @@
+"""The memory plan as arithmetic: sums, moments, adapters, ranking."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from dslaunch.config.memory.activations import layer_bytes
+from dslaunch.config.memory.adapter import adapter_tensors, nf4_bytes
+from dslaunch.config.memory.alternatives import nearest_that_fits, rank_alternatives
+from dslaunch.config.memory.architectures import dimensions, parameters
+from dslaunch.config.memory.items import CONVERT, UPDATE, size_at
+from dslaunch.config.memory.planner import MemoryPlan, plan_memory, rank_items
+from dslaunch.config.memory.setup import (
+    OptimizerCost,
+    Setup,
+    ZeroOptions,
+    flat_size,
+    frozen_tensors,
+    touching,
+    worst_rank,
+)
+from dslaunch.config.memory.tensors import ModelFacts, Tensor
+from dslaunch.core.errors import ConfigError
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+def facts(config: dict[str, Any] = LLAMA_8B) -> ModelFacts:
+    return ModelFacts(parameters(config) or (), dimensions(config), "config.json")
+
+
+FACTS = facts()
+
+
+def setup(**changes: Any) -> Setup:
+    values: dict[str, Any] = {
+        "model": FACTS,
+        "trainable": FACTS.tensors,
+        "frozen": (),
+        "precision": "bf16",
+        "zero_stage": 2,
+        "world_size": 8,
+        "ranks_per_host": 8,
+        "micro_batch": 1,
+        "accumulation": 1,
+        "max_length": 4096,
+        "optimizer": OptimizerCost(state=8, temporary=0, fused=True),
+    }
+    return Setup(**{**values, **changes})
+
+
+def lora(**changes: Any) -> Setup:
+    adapter = adapter_tensors(FACTS, r=16)
+    frozen = frozen_tensors(FACTS, bytes_each=2)
+    return setup(trainable=adapter, frozen=frozen, method="lora", lora_r=16, exclude_frozen=True, **changes)
+
+
+def size(plan: MemoryPlan, name: str) -> int:
+    return sum(item.size for item in plan.items if item.name == name)
+
+
+def test_the_parameters_of_a_known_model() -> None:
+    assert FACTS.numel == 8_030_261_248
+
+
+@pytest.mark.parametrize(("world_size", "peak"), [(1, 22), (2, 12)])
+def test_the_step_of_stage_2_takes_far_more_than_its_rest(world_size: int, peak: int) -> None:
+    """One tensor that the ranks halve exactly: 2 + 12/W rest, and the conversion's 2 + 2/W + 2/W + 4/W."""
+    whole = (Tensor("a.weight", (2**20,)), Tensor("b.weight", (2**20,)))
+    items, _ = rank_items(setup(trainable=whole, world_size=world_size), 0)
+    assert size_at(items, CONVERT) == peak * 2**21
+    assert size_at(items, UPDATE) == (2 + 16 // world_size) * 2**21
+
+
+def test_the_peak_is_one_moment_and_the_rest_is_in_all_of_them() -> None:
+    plan = plan_memory(setup(), 80)
+    at_peak = [item for item in plan.items if item.when == ("always",) or plan.phase in item.when]
+    assert plan.peak_bytes == sum(item.size for item in at_peak)
+    assert plan.rest_bytes == sum(item.size for item in plan.items if item.when == ("always",))
+    assert plan.total_bytes == plan.peak_bytes + sum(item.size for item in plan.outside)
+    assert plan.capacity_bytes == 80 * 2**30
+    assert plan.fits is (plan.total_bytes <= 80 * 2**30)
+
+
+def test_lora_pays_for_the_whole_bucket_unless_it_is_made_to_fit() -> None:
+    plan = plan_memory(lora(), None)
+    assert size(plan, "reduce bucket") == 1_000_000_000
+    assert size(plan, "frozen weights") == 2 * FACTS.numel
+    ranked = rank_alternatives(lora(), 80)
+    trained = lora().numel
+    assert any(a.setup.zero.reduce_bucket_size == trained for a in ranked)
+    assert plan.fits is None
+
+
+def test_dropping_the_frozen_weights_from_checkpoints() -> None:
+    small = plan_memory(lora(), None).checkpoint_bytes
+    whole = plan_memory(dataclasses.replace(lora(), exclude_frozen=False), None).checkpoint_bytes
+    assert whole - small == pytest.approx(2 * FACTS.numel, abs=2_000_000)
+    assert small == pytest.approx(14 * lora().numel, abs=2_000_000)
+
+
+def test_adapter_sizes() -> None:
+    """Llama 3 8B with r 16 on all linear layers: 41,943,040 parameters, as peft reports."""
+    assert sum(t.numel for t in adapter_tensors(FACTS, r=16)) == 41_943_040
+    dora = adapter_tensors(FACTS, r=16, target_modules=("q_proj",), dora=True)
+    assert sum(t.numel for t in dora) == 32 * (16 * (4096 + 4096) + 4096)
+    saved = adapter_tensors(FACTS, r=16, target_modules=("q_proj",), modules_to_save=("lm_head",))
+    assert saved[-1].numel == 128256 * 4096
+    with pytest.raises(ConfigError, match="'q_prj' matches no layer") as caught:
+        adapter_tensors(FACTS, r=16, target_modules=("q_prj",))
+    assert caught.value.hint == "did you mean q_proj?"
+
+
+def test_nf4_takes_what_bitsandbytes_allocates() -> None:
+    assert sum(nf4_bytes(4096 * 4096, double_quant=False)) == 4096 * 4096 * 9 // 16 + 64
+    assert sum(nf4_bytes(4096 * 4096, double_quant=True)) / 4096**2 == pytest.approx(0.5161, abs=2e-4)
+    assert nf4_bytes(65, double_quant=False) == (33, 8 + 64)
+
+
+def test_a_rank_keeps_whole_every_tensor_that_reaches_into_its_part() -> None:
+    tensors = (Tensor("a", (5,)), Tensor("b", (3,)), Tensor("c", (1,)))
+    assert flat_size(9, 2) == 12
+    assert [touching(tensors, 2, rank) for rank in (0, 1)] == [8, 3 + 1 + 3]
+    assert [touching(tensors, 1, 0)] == [10]
+    for world_size in (1, 2, 3, 5):
+        ranks = range(world_size)
+        most = max(touching(tensors, world_size, rank) for rank in ranks)
+        assert touching(tensors, world_size, worst_rank(tensors, world_size)) == most
+
+
+def test_checkpointing_and_offload_move_what_they_should() -> None:
+    plain, again = plan_memory(setup(), 80), plan_memory(setup(gradient_checkpointing=True), 80)
+    assert again.peak_bytes < plain.peak_bytes
+    assert again.rest_bytes == plain.rest_bytes
+    away = plan_memory(setup(zero=ZeroOptions(offload_optimizer="cpu")), 80)
+    assert size(away, "optimizer states") == 0
+    assert size(away, "weights") == 2 * FACTS.numel
+    share = FACTS.numel // 8
+    offloaded = sum(item.size for item in away.host if item.name.endswith("(offloaded)"))
+    assert offloaded == pytest.approx(8 * (18 * share + 2 * 128256 * 4096), rel=1e-6)
+
+
+def test_a_layers_activations() -> None:
+    """The measured formula by hand, for one token of Llama 3 8B in bf16."""
+    each = 2 * (4 * 14336 + 4 * 4096 + 2 * 4096 + 2 * 1024) + 8 * 4096 + 4 * 32 + 8
+    assert layer_bytes(setup(max_length=1)) == each
+    masked = layer_bytes(setup(max_length=1, mask=True))
+    assert masked - each == 2 * 2 * (4096 - 1024) + 2
+    assert layer_bytes(setup(max_length=1, mask=True, attention="flash")) == each
+
+
+def test_what_fits_comes_first_and_the_nearest_has_the_fewest_changes() -> None:
+    ranked = rank_alternatives(setup(max_length=16384), 80)
+    verdicts = [alternative.plan.fits for alternative in ranked]
+    assert verdicts == sorted(verdicts, reverse=True)
+    assert all(alternative.changes for alternative in ranked)
+    nearest = nearest_that_fits(ranked)
+    assert nearest is not None
+    assert nearest.changes == ("--gradient-checkpointing",)
+    assert nearest_that_fits(rank_alternatives(setup(), 8)) is None
+
+
+def test_a_smaller_micro_batch_keeps_the_global_batch() -> None:
+    ranked = rank_alternatives(setup(micro_batch=4, accumulation=2), 80)
+    smaller = [a.setup for a in ranked if a.setup.micro_batch == 1]
+    assert smaller
+    assert {s.accumulation for s in smaller} == {8}
+    assert all(s.grad_accum_fp32 for s in smaller)
