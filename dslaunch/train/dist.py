@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,6 +104,8 @@ def init_world(*, timeout_s: float = 1800.0) -> World:
                     f"rank {rank} could not join {world_size} ranks at {address}: {one_line(error)}",
                     hint="see that every rank started and that the address is reachable from all hosts",
                 ) from error
+    if get_accelerator().device_name() == "cpu":
+        unlink_deepspeeds_shared_memory(rank)
     accelerator = get_accelerator()
     device = torch.device(
         accelerator.device_name(local_rank) if accelerator.device_name() != "cpu" else "cpu"
@@ -110,6 +113,19 @@ def init_world(*, timeout_s: float = 1800.0) -> World:
     if device.type != "cpu":
         accelerator.set_device(local_rank)
     return World(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
+
+
+def unlink_deepspeeds_shared_memory(rank: int, shm: Path = Path("/dev/shm")) -> None:
+    """F15: take the name off this rank's buffer in shared memory. Collective; right after joining.
+
+    DeepSpeed's CPU backend makes a buffer of 66 MiB for each rank and never removes it, so
+    every run takes memory until the machine is started again. All ranks of a host have it
+    mapped once they have joined; without its name it goes when the last of them ends.
+    Source: ops/csrc/cpu/comm/shm.cpp ``shm_initialize``.
+    """
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    torch.distributed.barrier()
+    (shm / f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
 
 
 def tell_deepspeed_the_local_size() -> None:
@@ -180,6 +196,10 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def shutdown() -> None:
-    """Leave the process group, if there is one. Only where all is well: NCCL waits here for every rank."""
+    """Leave the process group, if there is one. Collective, and only where all is well.
+
+    The ranks meet first: a rank that leaves while another still talks to it would look like a failure.
+    """
     if torch.distributed.is_initialized():
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from dslaunch.core.errors import EXIT_CANCELLED_INT, EXIT_OK, EXIT_STOPPED_AT_CHECKPOINT, ConfigError
+from dslaunch.core.errors import EXIT_CANCELLED_INT, EXIT_OK, ConfigError
 from dslaunch.core.events import utc_now
 from dslaunch.core.plan import RunPlan, load_run_plan
 from dslaunch.core.run_dir import RunDir
@@ -43,13 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with the exit code of :func:`main`.
+    """End this process with the exit code of :func:`main`, at once.
 
-    After a failure at once: taking the process group down, which Python's normal end may
-    do as well, waits under NCCL for ranks that will never come.
+    Python's normal end takes down what is left of the process group: after a failure it
+    waits under NCCL for ranks that will never come, and under gloo a thread that still
+    runs turns a finished run into an abort ("terminate called without an active exception").
     """
-    if code in (EXIT_OK, EXIT_STOPPED_AT_CHECKPOINT):
-        sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the reader may be gone
             stream.flush()

@@ -11,6 +11,7 @@ import pytest
 
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.train.dist import read_rank_environment
+from tests.support.ranks import check_ranks, run_ranks
 
 GOOD = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -95,3 +96,31 @@ def test_upstream_starts_numactl_to_count_devices(tmp_path: Path) -> None:
 
 def test_no_numactl_once_the_local_size_is_told(tmp_path: Path) -> None:
     assert count_devices(tmp_path, cure="yes") == ("2", False)
+
+
+def buffers_left(script: str) -> set[Path]:
+    """The buffers in shared memory that two ranks running ``script`` leave behind; they are removed."""
+    before = set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
+    env = {"LOCAL_SIZE": "2"}  # as the deepspeed command sets it: all ranks on this host share memory
+    check_ranks(run_ranks(["-W", "ignore", "-c", script], world_size=2, env=env, timeout_s=120))
+    left = set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")) - before
+    for path in left:
+        path.unlink()
+    return left
+
+
+def test_upstream_leaves_its_buffers_in_shared_memory(ops_dir: Path) -> None:
+    assert len(buffers_left("import deepspeed; deepspeed.init_distributed()")) == 2
+
+
+def test_no_buffer_is_left_in_shared_memory(ops_dir: Path) -> None:
+    script = """
+import torch
+from dslaunch.train.dist import init_world
+init_world()
+from deepspeed import comm
+ones = torch.ones(4096)
+comm.inference_all_reduce(ones)  # through the buffer, which no longer has a name
+assert ones.sum() == 8192
+"""
+    assert buffers_left(script) == set()
