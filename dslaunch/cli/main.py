@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         # The reader of our stdout went away (`dslaunch plan | head`): nothing is wrong.
-        sys.stderr.close()
+        _give_up_stdout()
         return 0
     except Exception as error:
         if debug:
@@ -105,9 +105,18 @@ def main(argv: list[str] | None = None) -> int:
         return code
 
 
+def _give_up_stdout() -> None:
+    """Let what is still buffered go nowhere: Python's end would try to write it again, and fail with 120."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):  # no real file beneath it
+        pass
+
+
 def _explain_unexpected(error: Exception) -> tuple[str, int]:
     """What to say about an error that is not one of ours to raise, and the exit code."""
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        _give_up_stdout()
         return f"Error: cannot write {error.filename or 'the output'}: {error.strerror}", EXIT_NOT_READY
     if isinstance(error, FileNotFoundError):
         try:
