@@ -9,11 +9,11 @@ import hashlib
 import importlib.util
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from dslaunch.core.errors import EnvironmentNotReady
+from dslaunch.core.errors import EnvironmentNotReady, one_line
 from dslaunch.core.events import JsonlWriter
 from dslaunch.core.plan import RunPlan, to_json
 from dslaunch.core.run_dir import RunDir
@@ -95,10 +95,21 @@ def open_report(plan: RunPlan, *, is_main: bool, first_step: int) -> Report:
     if importlib.util.find_spec("tensorboard") is not None:
         trackers.append(_TensorBoard(run_dir, first_step))
     if "wandb" in plan.output.report_to:
-        trackers.append(_Wandb(plan, resumed=first_step > 0))
+        trackers.append(_open_tracker("wandb", lambda: _Wandb(plan, resumed=first_step > 0)))
     if "mlflow" in plan.output.report_to:
-        trackers.append(_Mlflow(plan))
+        trackers.append(_open_tracker("mlflow", lambda: _Mlflow(plan)))
     return Report(run_dir, trackers)
+
+
+def _open_tracker(name: str, build: Callable[[], Tracker]) -> Tracker:
+    """Raises EnvironmentNotReady, in the tracker's own words, where it cannot be logged in to or reached."""
+    try:
+        return build()
+    except Exception as error:
+        raise EnvironmentNotReady(
+            f"{name} cannot be used: {one_line(error)}",
+            hint=f"mend what {name} says, or take it out of output.report_to",
+        ) from error
 
 
 class _TensorBoard:

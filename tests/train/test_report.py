@@ -12,6 +12,7 @@ import pytest
 from dslaunch.core.errors import EnvironmentNotReady, LaunchFailed
 from dslaunch.core.plan import RunPlan
 from dslaunch.core.run_dir import RunDir
+from dslaunch.train import report as report_module
 from dslaunch.train.failures import explain, report_failure
 from dslaunch.train.report import Report, check_trackers, open_report
 from tests.support.plans import make_plan, read_rows, save_plan
@@ -119,3 +120,16 @@ def test_secrets_and_environment_do_not_leave_with_the_plan(plan: RunPlan) -> No
 
     launch = replace(plan.launch, env={"TOKEN": "abc"}, secret_env=("HF_TOKEN",))
     assert "abc" not in json.dumps(_public(replace(plan, launch=launch)))
+
+
+def test_a_tracker_that_cannot_be_opened_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(plan: object) -> None:
+        raise RuntimeError("no API key\nsecond line")
+
+    monkeypatch.setattr(report_module, "_Mlflow", refuse)
+    plan = make_plan(tmp_path, tmp_path / "m", tmp_path / "d", output={"report_to": ("mlflow",)})
+    save_plan(plan)
+    with pytest.raises(EnvironmentNotReady, match="mlflow cannot be used: .*no API key"):
+        report_module.open_report(plan, is_main=True, first_step=0)
