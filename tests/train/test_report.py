@@ -131,5 +131,5 @@ def test_a_tracker_that_cannot_be_opened_is_one_sentence(
     monkeypatch.setattr(report_module, "_Mlflow", refuse)
     plan = make_plan(tmp_path, tmp_path / "m", tmp_path / "d", output={"report_to": ("mlflow",)})
     save_plan(plan)
-    with pytest.raises(EnvironmentNotReady, match="mlflow cannot be used: .*no API key"):
+    with pytest.raises(EnvironmentNotReady, match=r"mlflow cannot be used: .*no API key"):
         report_module.open_report(plan, is_main=True, first_step=0)
