@@ -7,7 +7,8 @@ model with transformers, puts the same LoRA on and takes one step. Both are stop
 at their first step; the figure is user + system time of the whole process tree up to
 then, the median over the rounds. `cold` has an empty dslaunch cache (the data is
 tokenised and a .gguf converted), `warm` the cache of the run before. Neither row has
-held-out data. Exit code 1 where `warm` costs more than 1.15 x the bare script.
+held-out data. DeepSpeed's ops are compiled in a round before the first, which is not
+counted. Exit code 1 where either row costs more than 1.15 x the bare script.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def main() -> int:
         "dslaunch, warm": [],
     }
     with tempfile.TemporaryDirectory(prefix="startup-") as folder:
+        run_bare(model, made(Path(folder, "compile")))
         for index in range(arguments.runs):
-            work = Path(folder, str(index))
-            work.mkdir()
+            work = made(Path(folder, str(index)))
             rows["bare DeepSpeed script"].append(run_bare(model, work))
             rows["dslaunch, cold cache"].append(run_dslaunch(model, work, "cold"))
             rows["dslaunch, warm"].append(run_dslaunch(model, work, "warm"))
@@ -90,7 +91,12 @@ def report(medians: dict[str, float], as_json: bool) -> int:
     else:
         for name, seconds in medians.items():
             print(f"{name:24} {seconds:7.2f} CPU s  {seconds / bare:5.2f} x")
-    return 0 if medians["dslaunch, warm"] <= LIMIT * bare else 1
+    return 0 if max(medians.values()) <= LIMIT * bare else 1
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def quickstart_model() -> Path:
