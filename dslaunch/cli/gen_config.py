@@ -11,7 +11,7 @@ from dslaunch.cli import options
 
 @click.command("gen-config", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("run_file", required=False, metavar="[RUN.yaml]")
-@click.option("--zero-stage", type=int, metavar="0-3", help="ZeRO stage.")
+@options.zero_stage_option
 @click.option("--precision", metavar="P", help="auto, bf16, fp16 or fp32.")
 @click.option("--train-batch-size", type=int, metavar="N", help="Samples of one step over all ranks.")
 @click.option("--train-micro-batch-size-per-gpu", type=int, metavar="N", help="Samples of one forward pass.")
@@ -22,6 +22,7 @@ from dslaunch.cli import options
 @click.option("--lr", type=float, metavar="RATE", help="Peak learning rate.")
 @click.option("--optimizer", metavar="NAME", help="AdamW, Adam, SGD or Lion.")
 @click.option("--model", metavar="MODEL", help="Model to plan for: hub id, directory or .gguf file.")
+@options.training_options
 @options.cluster_options
 @options.set_option
 @options.output_option
@@ -54,11 +55,13 @@ def _render(
     from dslaunch.config.report import Report
 
     if run_file is None:
-        loaded: Any = load_flags(set_, options.flag_overrides(flags))
+        engine_flags, training = options.split_training(flags)
+        loaded: Any = load_flags(set_, options.flag_overrides(engine_flags))
     else:
-        loaded = options.load_run_spec(run_file, set_, flags)
-    report = Report(loaded, notes=list(loaded.notes))
+        loaded, training = options.load_run_spec(run_file, set_, options.run_file_flags(flags)), {}
     facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
+    loaded = options.settle_auto(loaded, facts, training)
+    report = Report(loaded, notes=list(loaded.notes))
     engine = resolve_engine(report, facts)
     check_written_paths(report, facts)
     config = render_ds_config(engine[0], report) if engine else {}

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
+    from dslaunch.config.facts import Facts
     from dslaunch.config.load import LoadedSpec
     from dslaunch.config.overrides import Override
+    from dslaunch.core.errors import ConfigError
     from dslaunch.core.plan import RunPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,6 +45,9 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "offload_optimizer": ("zero_optimization", "offload_optimizer", "device"),
     "offload_param": ("zero_optimization", "offload_param", "device"),
 }
+# Flags that a run file has no key for, and all that EngineSpec has none for.
+_SCRIPT_ONLY = ("method", "lora_r")
+_TRAINING = (*_SCRIPT_ONLY, "max_length", "gradient_checkpointing", "attention")
 
 set_option = click.option(
     "--set", "set_", multiple=True, metavar="KEY=VALUE", help="Set a key of the run file (repeatable)."
@@ -57,6 +62,19 @@ dry_run_option = click.option(
 )
 run_dir_option = click.option("--run-dir", metavar="DIR", help="Run directory.")
 resume_option = click.option("--resume", is_flag=True, help="Go on from the run directory's last checkpoint.")
+
+
+def _number_or_text(_context: click.Context, _param: click.Parameter, value: str | None) -> int | str | None:
+    """``auto`` or a number; which ones there are the spec knows."""
+    return int(value) if value is not None and value.lstrip("-").isdecimal() else value
+
+
+zero_stage_option = click.option(
+    "--zero-stage",
+    callback=_number_or_text,
+    metavar="0-3|auto",
+    help="ZeRO stage; auto: the lowest that fits.",
+)
 
 
 def cluster_options(function: F) -> F:
@@ -85,15 +103,10 @@ def master_options(function: F) -> F:
     return _apply(options, function)
 
 
-def memory_options(function: F) -> F:
-    """What a memory plan depends on besides the cluster."""
+def training_options(function: F) -> F:
+    """What a memory plan must know of the training: --method --lora-r --max-length --attention and so on."""
     choice = click.Choice
     options = [
-        click.option(
-            "--model", metavar="MODEL", help="Directory, config.json or .gguf file (or cached hub id)."
-        ),
-        click.option("--zero-stage", type=int, metavar="0-3", help="ZeRO stage."),
-        click.option("--precision", metavar="P", help="auto, bf16, fp16 or fp32."),
         click.option(
             "--method", type=choice(["full", "lora", "qlora"]), help="What is trained (no run file)."
         ),
@@ -101,16 +114,33 @@ def memory_options(function: F) -> F:
             "--lora-r", type=click.IntRange(min=1), metavar="R", help="Rank of the adapter (no run file)."
         ),
         click.option("--max-length", type=click.IntRange(min=1), metavar="N", help="Tokens of a sample."),
+        click.option("--gradient-checkpointing", is_flag=True, help="Recompute activations."),
+        click.option("--attention", type=choice(["sdpa", "flash", "eager"]), help="Attention backend."),
+    ]
+    return _apply(options, function)
+
+
+def memory_options(function: F) -> F:
+    """What a memory plan depends on besides the cluster."""
+    options = [
+        click.option(
+            "--model", metavar="MODEL", help="Directory, config.json or .gguf file (or cached hub id)."
+        ),
+        zero_stage_option,
+        click.option("--precision", metavar="P", help="auto, bf16, fp16 or fp32."),
+        training_options,
         click.option(
             "--train-micro-batch-size-per-gpu", type=int, metavar="N", help="Samples of one forward pass."
         ),
         click.option(
             "--gradient-accumulation-steps", type=int, metavar="N", help="Forward passes of one step."
         ),
-        click.option("--gradient-checkpointing", is_flag=True, help="Recompute activations."),
-        click.option("--offload-optimizer", type=choice(["cpu"]), help="Optimizer states in host memory."),
-        click.option("--offload-param", type=choice(["cpu"]), help="Parameters in host memory (stage 3)."),
-        click.option("--attention", type=choice(["sdpa", "flash", "eager"]), help="Attention backend."),
+        click.option(
+            "--offload-optimizer", type=click.Choice(["cpu", "auto"]), help="Optimizer states in host memory."
+        ),
+        click.option(
+            "--offload-param", type=click.Choice(["cpu", "auto"]), help="Parameters in host memory (stage 3)."
+        ),
     ]
     return _apply(options, function)
 
@@ -127,6 +157,30 @@ def flag_overrides(flags: Mapping[str, Any]) -> list[Override]:
             value = tuple(part.strip() for part in value.split(","))
         found.append(Override(FLAG_KEYS[name], value, "--" + name.replace("_", "-")))
     return found
+
+
+def run_file_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags as overrides of a run file. Raises ConfigError for those that it decides itself."""
+    from dslaunch.core.errors import ConfigError
+
+    for name in _SCRIPT_ONLY:
+        if flags.get(name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for plans without a run file",
+                hint="set the adapter section of the run file, such as --set adapter.r=16",
+            )
+    kept = {name: value for name, value in flags.items() if name not in _SCRIPT_ONLY}
+    kept["gradient_checkpointing"] = flags.get("gradient_checkpointing") or None
+    if kept.get("attention") == "flash":
+        kept["attention"] = "flash_attention_2"
+    return kept
+
+
+def split_training(flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(flags that EngineSpec has a key for, those of :func:`training_options`)."""
+    engine = {name: value for name, value in flags.items() if name not in _TRAINING}
+    given = {name: flags[name] for name in _TRAINING if flags.get(name) not in (None, False)}
+    return engine, given
 
 
 def load_and_resolve(
@@ -151,6 +205,7 @@ def load_and_resolve_with_spec(
     cwd = Path.cwd()
     name = loaded.spec.name or _default_name(run_file)
     facts = probe_facts(loaded, cwd=cwd, environ=os.environ)
+    loaded = settle_auto(loaded, facts)
     where = facts.paths.get("output.run_dir")
     directory = Path(where.absolute) if where else _new_run_dir(name, cwd)
     plan, notes = resolve(
@@ -169,6 +224,35 @@ def load_run_spec(run_file: str, set_: tuple[str, ...], flags: Mapping[str, Any]
         return load_run_file(Path(run_file), set_, overrides)
     text = decode(sys.stdin.buffer.read(), "<stdin>")
     return load_run_file(Path("<stdin>"), set_, overrides, text=text)
+
+
+def settle_auto(
+    loaded: LoadedSpec[Any], facts: Facts, training: Mapping[str, Any] | None = None
+) -> LoadedSpec[Any]:
+    """``loaded`` without an ``auto`` in zero_optimization.
+
+    ``training``: the flags of :func:`training_options`, where there is no run file.
+    Raises ConfigError where the model or the devices are not known here, or nothing fits.
+    """
+    from dslaunch.config.zero import auto_keys
+
+    if not auto_keys(loaded.spec.zero_optimization):
+        for name in training or ():
+            raise _without_auto(name)
+        return loaded
+    from dslaunch.cli.plan_memory import model_facts, training_of
+    from dslaunch.config.zero_auto import settle_zero
+
+    return settle_zero(loaded, facts, model_facts(loaded, facts), training_of(training or {}))
+
+
+def _without_auto(flag: str) -> ConfigError:
+    from dslaunch.core.errors import ConfigError
+
+    return ConfigError(
+        f"--{flag.replace('_', '-')} is not in the DeepSpeed JSON: it only helps to choose a stage",
+        hint="add --zero-stage auto, or leave it out",
+    )
 
 
 def show_notes(notes: tuple[str, ...]) -> None:

@@ -36,7 +36,7 @@ def command(
         report, lines = plan_memory.plan_flags(set_, flags)
     else:
         plan, loaded = options.load_and_resolve_with_spec(
-            run_file, set_=set_, run_dir=run_dir, **plan_memory.run_file_flags(flags)
+            run_file, set_=set_, run_dir=run_dir, **options.run_file_flags(flags)
         )
         memory = plan_memory.memory_of_run(plan, loaded.spec.cluster.gpu)
         report = {**plan_report(plan), **plan_memory.memory_report(memory)}

@@ -13,16 +13,16 @@ import click
 from dslaunch.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from dslaunch.config.facts import Facts
+    from dslaunch.config.load import LoadedSpec
     from dslaunch.config.memory.alternatives import Alternative
+    from dslaunch.config.memory.of_run import Training
     from dslaunch.config.memory.planner import MemoryPlan
     from dslaunch.config.memory.setup import Setup
+    from dslaunch.config.memory.tensors import ModelFacts
     from dslaunch.core.plan import RunPlan
 
 SCHEMA_VERSION = 1
-# Flags that a run file has no key for; what else there is goes through the run file's own checks.
-_OWN = ("method", "lora_r")
-# Flags that EngineSpec, the part that gen-config knows too, has no key for.
-_SCRIPT = (*_OWN, "max_length", "gradient_checkpointing", "attention")
 _SHOWN_ALTERNATIVES = 6
 
 
@@ -35,29 +35,11 @@ class Memory:
     alternatives: list[Alternative]
 
 
-def run_file_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags as overrides of a run file. Raises ConfigError for those that it decides itself."""
-    for name in _OWN:
-        if flags.get(name) is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is for plans without a run file",
-                hint="set the adapter section of the run file, such as --set adapter.r=16",
-            )
-    kept = {name: value for name, value in flags.items() if name not in _OWN}
-    kept["gradient_checkpointing"] = flags.get("gradient_checkpointing") or None
-    if kept.get("attention") == "flash":
-        kept["attention"] = "flash_attention_2"
-    return kept
-
-
 def memory_of_run(plan: RunPlan, gpu: Sequence[str] | None) -> Memory | None:
     """The memory of a run; None, with a note, where its model is not on this machine."""
-    from dslaunch.config.memory.hub import cached_model
     from dslaunch.config.memory.of_run import setup_of_run
 
-    path: Path | None = Path(plan.model.path)
-    if plan.model.kind == "hub":
-        path = cached_model(plan.model.path, plan.model.revision, os.environ)
+    path = _local_model(plan.model.kind, plan.model.path, plan.model.revision)
     if path is None:
         _note(f"memory is not planned: {plan.model.path} is not on this machine")
         return None
@@ -67,6 +49,32 @@ def memory_of_run(plan: RunPlan, gpu: Sequence[str] | None) -> Memory | None:
     except ConfigError as error:
         raise ConfigError(f"adapter: {error.message}", hint=error.hint) from None
     return _plan(setup, _capacity(gpu, plan.launch.device_type))
+
+
+def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:
+    """The parameters of the model that a spec names. Raises ConfigError where they are not here."""
+    from dslaunch.config.zero import auto_keys
+
+    key = auto_keys(loaded.spec.zero_optimization)[0]
+    model = loaded.spec.model
+    if model is None:
+        raise ConfigError(f"{key} auto: no model is given to plan for", hint="name it with --model")
+    fact = facts.paths["model.path"]
+    known = fact.kind != "missing"
+    path = _local_model("local" if known else "hub", fact.absolute if known else model.path, model.revision)
+    if path is None:
+        raise ConfigError(
+            f"{loaded.where('model.path')}{key} auto: how large {model.path} is is not known here:"
+            " it is not on this machine",
+            hint="download it first, or set the stage and the offload yourself",
+        )
+    return _load(path)
+
+
+def _local_model(kind: str, path: str, revision: str | None) -> Path | None:
+    from dslaunch.config.memory.hub import cached_model
+
+    return cached_model(path, revision, os.environ) if kind == "hub" else Path(path)
 
 
 def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -81,6 +89,8 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
     from dslaunch.config.memory.of_run import setup_of_config
     from dslaunch.config.render import render_ds_config
     from dslaunch.config.report import Report
+    from dslaunch.config.zero import auto_keys
+    from dslaunch.config.zero_auto import settle_zero
 
     if flags.get("model") is None:
         raise ConfigError(
@@ -88,10 +98,14 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
             hint="dslaunch plan RUN.yaml, or --model DIR|config.json",
         )
     facts = _load(_model_path(flags["model"]))
-    engine_flags = {k: v for k, v in flags.items() if k not in _SCRIPT and k != "model"}
+    engine_flags, training = options.split_training(flags)
+    del engine_flags["model"]
     loaded = load_flags(set_, options.flag_overrides(_with_a_batch(engine_flags, set_)))
+    world = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
+    if auto_keys(loaded.spec.zero_optimization):
+        loaded = settle_zero(loaded, world, facts, training_of(training))
     report = Report(loaded, notes=list(loaded.notes))
-    resolved = resolve_engine(report, probe_facts(loaded, cwd=Path.cwd(), environ=os.environ))
+    resolved = resolve_engine(report, world)
     config = render_ds_config(resolved[0], report) if resolved else {}
     report.raise_if_any()
     assert resolved is not None
@@ -100,7 +114,7 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
     setup = setup_of_config(
         config,
         facts,
-        _training(flags),
+        training_of(training),
         precision=engine.precision,
         batch=engine.batch,
         ranks_per_host=max(len(host.slots) for host in hosts.topology.hosts),
@@ -149,7 +163,7 @@ def _plan(setup: Setup, capacity_gib: float | None) -> Memory:
     return Memory(setup, plan_memory(setup, capacity_gib), rank_alternatives(setup, capacity_gib))
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> ModelFacts:
     from dslaunch.config.memory.model import load_model_facts
 
     return load_model_facts(path)
@@ -170,10 +184,11 @@ def _model_path(text: str) -> Path:
     )
 
 
-def _training(flags: Mapping[str, Any]) -> Any:
+def training_of(flags: Mapping[str, Any]) -> Training:
+    """What the flags of options.training_options say. Raises ConfigError where one has no effect."""
     from dslaunch.config.memory.of_run import Training
 
-    given = {name: flags[name] for name in _SCRIPT if flags.get(name) is not None}
+    given = {name: value for name, value in flags.items() if value is not None}
     if given.get("method", "full") == "full" and "lora_r" in given:
         raise ConfigError("--lora-r has no effect with --method full", hint="add --method lora")
     return Training(**given)

@@ -49,12 +49,14 @@ def resolve_engine(report: Report, facts: Facts) -> tuple[EnginePlan, ResolvedHo
             hosts = resolve_hosts(spec.cluster, facts)
         else:
             report.add("cluster.hostfile", facts.hostfile_problem)
+    stage = spec.zero_optimization.stage
+    assert stage != "auto", "settle_zero comes first"
     zero_options = resolve_zero(spec.zero_optimization, facts, report)
     adapter = getattr(spec, "adapter", None) is not None
     chosen = resolve_optimizer(
         spec.optimizer,
         device_type=hosts.device_type if hosts else "cuda",
-        zero_stage=spec.zero_optimization.stage,
+        zero_stage=stage,
         adapter=adapter,
         report=report,
     )
@@ -66,13 +68,13 @@ def resolve_engine(report: Report, facts: Facts) -> tuple[EnginePlan, ResolvedHo
     precision = _resolve_precision(spec, hosts, facts, report)
     if batch is None or precision is None:
         return None
-    if spec.zero_optimization.stage == 0:
+    if stage == 0:
         _note_stage_0(precision, report)
     engine = EnginePlan(
         precision=precision,
         fp16=_fp16(spec, precision, report),
-        grad_accum_dtype=_grad_accum_dtype(spec, precision, batch),
-        zero_stage=spec.zero_optimization.stage,
+        grad_accum_dtype=_grad_accum_dtype(stage, precision, batch),
+        zero_stage=stage,
         zero_options=zero_options,
         gradient_clipping=spec.gradient_clipping,
         optimizer=chosen.plan,
@@ -151,10 +153,10 @@ def _note_stage_0(precision: Precision, report: Report) -> None:
     )
 
 
-def _grad_accum_dtype(spec: EngineSpec, precision: Precision, batch: BatchPlan) -> str | None:
+def _grad_accum_dtype(stage: int, precision: Precision, batch: BatchPlan) -> str | None:
     """bf16 has 8 bits of mantissa: sums of several micro-batches are kept in fp32.
 
     DeepSpeed raises NotImplementedError for it at stage 0.
     """
     several = batch.gradient_accumulation_steps > 1
-    return "fp32" if precision == "bf16" and several and spec.zero_optimization.stage > 0 else None
+    return "fp32" if precision == "bf16" and several and stage > 0 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ class LoadedSpec(Generic[S]):
 
     ``positions`` maps a key path (``optimizer.lr``) to ``FILE:LINE`` or a flag;
     a key that is not in it has its default. ``lines`` gives the order in the file.
+    ``settled`` says why a value stands where the user wrote ``auto``, by its key in the plan.
     """
 
     spec: S
@@ -37,6 +38,7 @@ class LoadedSpec(Generic[S]):
     lines: dict[str, int]
     notes: tuple[str, ...] = ()
     base_dir: Path = field(default_factory=Path)
+    settled: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, key: str) -> str:
         """``run.yaml:7: `` for the start of a message; empty where only defaults apply."""

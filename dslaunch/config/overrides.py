@@ -68,8 +68,8 @@ def put_flag(tree: Tree, flag: Override) -> None:
 def put_value(tree: Tree, path: KeyPath, value: Any, marks: Mapping[KeyPath, Mark]) -> None:
     """Set a value, making the sections above it where nothing is written yet.
 
-    A text that stands for a section with a path (``model: X``) becomes that
-    section. Marks of what is replaced are dropped. Raises ConfigError where the
+    A text that stands for a section (``model: X``, ``offload_param: cpu``) becomes
+    that section. Marks of what is replaced are dropped. Raises ConfigError where the
     path leads through another plain value, or to a list entry that is not there.
     """
     source = marks[path].source
@@ -99,16 +99,20 @@ def _with(tree: Tree, container: Any, above: KeyPath, rest: KeyPath, value: Any,
 
 
 def _unfolded(tree: Tree, container: Any, above: KeyPath, head: str | int) -> Any:
-    """A shorthand written out: text for a section with a path, one source for a list of one."""
+    """A shorthand written out: text for a section with a path or device, one source for a list of one."""
     sources = above in (("data", "train"), ("data", "eval"))
     if isinstance(head, int) and sources and isinstance(container, (str, dict)):
         for old in [p for p in tree.marks if p[: len(above)] == above]:
             _move_mark(tree, old, (*above, 0, *old[len(above) :]))
         return (container,)
     entry = above[:2] in (("data", "train"), ("data", "eval")) and len(above) == 3
-    if isinstance(container, str) and isinstance(head, str) and (above == ("model",) or sources or entry):
-        _move_mark(tree, above, (*above, "path"))
-        return {"path": container}
+    if not isinstance(container, str) or not isinstance(head, str):
+        return container
+    offload = above in (("zero_optimization", "offload_optimizer"), ("zero_optimization", "offload_param"))
+    if offload or above == ("model",) or sources or entry:
+        key = "device" if offload else "path"
+        _move_mark(tree, above, (*above, key))
+        return {key: container}
     return container
 
 

@@ -20,6 +20,10 @@ class Report:
     notes: list[str] = field(default_factory=list)
     reasons: dict[str, Origin] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for plan_key, reason in self.loaded.settled.items():
+            self.reason(plan_key, reason)
+
     def fail(self, key: str, message: str, hint: str | None = None) -> None:
         """Record that what was written for ``key`` (a run-file key) cannot be."""
         error = ConfigError(f"{self.loaded.where(key)}{message}", hint=hint)

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from dslaunch.config.spec_parts import (
     Beta,
+    DeviceAsMapping,
     Names,
     NonNegativeFloat,
     NonNegativeInt,
@@ -62,18 +63,25 @@ class Fp16Spec(Section):
 
 
 class OffloadSpec(Section):
-    """Where a part of the training state is kept instead of on the device."""
+    """Where a part of the training state is kept off the device. A plain string means ``device``."""
 
-    device: Literal["cpu", "nvme"] = Field(description="`cpu` memory or an `nvme` disk.")
+    device: Literal["auto", "cpu", "nvme"] = Field(
+        description="`cpu` memory, an `nvme` disk, or `auto`: `cpu` where the memory plan needs it."
+    )
     nvme_path: Text | None = Field(None, description="Directory on the local disk, for `nvme`.")
     pin_memory: bool = Field(False, description="Page-locked memory: faster copies, not swappable.")
+
+
+Offload = Annotated[OffloadSpec | None, DeviceAsMapping]
 
 
 class ZeroSpec(Section):
     """DeepSpeed's block of the same name. A key that the chosen stage ignores is an error."""
 
-    stage: Literal[0, 1, 2, 3] = Field(
-        2, description="0: nothing is sharded; 1: optimizer states; 2: and gradients; 3: and parameters."
+    stage: Literal["auto", 0, 1, 2, 3] = Field(
+        2,
+        description="0: nothing is sharded; 1: optimizer states; 2: and gradients; 3: and parameters."
+        " `auto`: the lowest that fits by the memory plan.",
     )
     overlap_comm: bool | None = Field(None, description="Reduce gradients during the backward pass.")
     contiguous_gradients: bool | None = Field(None, description="Copy gradients to one contiguous buffer.")
@@ -97,8 +105,8 @@ class ZeroSpec(Section):
     stage3_gather_16bit_weights_on_model_save: bool | None = Field(
         None, description="Let `save_16bit_model` write the whole model (on by default at stage 3)."
     )
-    offload_optimizer: OffloadSpec | None = Field(None, description="Keep optimizer states off the device.")
-    offload_param: OffloadSpec | None = Field(None, description="Keep parameters off the device.")
+    offload_optimizer: Offload = Field(None, description="Keep optimizer states off the device.")
+    offload_param: Offload = Field(None, description="Keep parameters off the device.")
 
 
 class OptimizerParamsSpec(Section):

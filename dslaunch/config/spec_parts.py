@@ -20,6 +20,10 @@ def _path_as_mapping(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
+def _device_as_mapping(value: Any) -> Any:
+    return {"device": value} if isinstance(value, str) else value
+
+
 def _sources_as_tuple(value: Any) -> Any:
     if isinstance(value, (str, Mapping)):
         value = (value,)
@@ -37,4 +41,5 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_one_as_many)]
 OneAsMany = BeforeValidator(_one_as_many)
 PathAsMapping = BeforeValidator(_path_as_mapping)
+DeviceAsMapping = BeforeValidator(_device_as_mapping)
 SourcesAsTuple = BeforeValidator(_sources_as_tuple)

@@ -27,12 +27,28 @@ ACTING_STAGES: dict[str, tuple[int, ...]] = {
     "offload_param": (3,),
 }
 
+OFFLOADS = ("offload_optimizer", "offload_param")
+
+
+def auto_keys(zero: ZeroSpec) -> list[str]:
+    """The keys of the run file that leave their value to the memory plan."""
+    keys = ["zero_optimization.stage"] if zero.stage == "auto" else []
+    return keys + [f"zero_optimization.{name}" for name in OFFLOADS if offload_device(zero, name) == "auto"]
+
+
+def offload_device(zero: ZeroSpec, name: str) -> str | None:
+    """``auto``, ``cpu`` or ``nvme`` of one of OFFLOADS; None where nothing is offloaded."""
+    part: OffloadSpec | None = getattr(zero, name)
+    return None if part is None else part.device
+
 
 def resolve_zero(spec: ZeroSpec, facts: Facts, report: Report) -> dict[str, Any]:
     """The block without ``stage``: what was given and acts, and what stage 3 needs.
 
-    Keys that the stage ignores are problems in ``report``.
+    Keys that the stage ignores are problems in ``report``. Every ``auto`` must be settled
+    (zero_auto.settle_zero).
     """
+    assert spec.stage != "auto"
     options: dict[str, Any] = {}
     for key, stages in ACTING_STAGES.items():
         value = getattr(spec, key)

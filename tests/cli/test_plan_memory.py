@@ -155,3 +155,48 @@ def test_what_is_wrong_is_said_in_one_sentence(
 def test_no_torch_is_needed(here: Path) -> None:
     modules = imported("plan", "--model", str(here / "model"), "--gpu", "a100", *FLAGS, cwd=here)
     assert third_party(modules) <= RESOLVING
+
+
+def test_zero_stage_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-gpus-per-node", "8", "--zero-stage", "auto", "--precision", "bf16", "--gpu", "a100-80g"]
+    assert report(capsys, "--model", "model", *flags)["zero_stage"] == 1
+    assert main(["plan", "--model", "model", *flags]) == 0
+    assert "note: zero_optimization: stage 1 fits: " in capsys.readouterr().err
+    assert main(["gen-config", "--model", "model", *flags, "--train-batch-size", "8"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["zero_optimization"]["stage"] == 1
+    assert "(--method full, --max-length 1024)" in err
+
+
+def test_auto_in_a_run_file_is_settled_by_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(RUN.replace("stage: 2", "stage: auto, offload_optimizer: auto"))
+    assert report(capsys, "run.yaml")["zero_stage"] == 1
+    assert main(["gen-config", "run.yaml"]) == 0
+    block = json.loads(capsys.readouterr().out)["zero_optimization"]
+    assert (block["stage"], "offload_optimizer" in block) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["gen-config", "--model", "org/away", "--zero-stage", "auto", "--gpu", "t4"],
+            "Error: --model: zero_optimization.stage auto: how large org/away is is not known here",
+        ),
+        (
+            ["gen-config", "--zero-stage", "auto", "--gpu", "t4", "--num-gpus-per-node", "1"],
+            "Error: zero_optimization.stage auto: no model is given to plan for",
+        ),
+        (
+            ["gen-config", "--method", "lora", "--zero-stage", "1", "--gpu", "t4"],
+            "Error: --method is not in the DeepSpeed JSON: it only helps to choose a stage",
+        ),
+        (
+            ["plan", "--model", "model", "--zero-stage", "4", "--gpu", "t4", "--num-gpus-per-node", "1"],
+            "Error: --zero-stage: zero_optimization.stage: 4 is not one of auto, 0, 1, 2, 3",
+        ),
+    ],
+)
+def test_what_auto_cannot_do(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    assert main(argv) == 2
+    assert capsys.readouterr().err.startswith(message)

@@ -43,7 +43,7 @@ zero_optimization: {stage: 7}
         "run.yaml:6: seed: 1.5 is not a whole number",
         "run.yaml:7: seed is given twice, first in line 6",
         "run.yaml:8: fp16.hysteresis: -2 is not > 0",
-        "run.yaml:9: zero_optimization.stage: 7 is not one of 0, 1, 2, 3",
+        "run.yaml:9: zero_optimization.stage: 7 is not one of auto, 0, 1, 2, 3",
     ]
 
 

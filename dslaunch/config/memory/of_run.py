@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dslaunch.config.engine_plan import EnginePlan
+from dslaunch.config.hosts import ResolvedHosts
 from dslaunch.config.memory.adapter import adapter_tensors
 from dslaunch.config.memory.setup import Attention, Method, OptimizerCost, Setup, ZeroOptions, frozen_tensors
 from dslaunch.config.memory.tensors import ModelFacts
-from dslaunch.core.plan import BatchPlan, Precision, RunPlan
+from dslaunch.config.spec import AdapterSpec, RunSpec
+from dslaunch.core.plan import AdapterPlan, BatchPlan, Precision, RunPlan
+from dslaunch.core.topology import Host
 
 _ATTENTION: dict[str, Attention] = {"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "flash"}
 
@@ -26,11 +30,60 @@ class Training:
 
 
 def setup_of_run(plan: RunPlan, facts: ModelFacts) -> Setup:
-    """The setup of a run by dslaunch's own worker, which runs 16-bit stage 0 as stage 1 (docs/upstream.md).
+    """The setup of a run by dslaunch's own worker. Raises ConfigError where the adapter matches no layer."""
+    return _worker_setup(
+        facts,
+        plan.ds_config,
+        plan.adapter,
+        zero_stage=plan.zero_stage,
+        precision=plan.precision,
+        batch=plan.batch,
+        hosts=plan.launch.topology.hosts,
+        device_type=plan.launch.device_type,
+        max_length=plan.data.max_length,
+        packing=plan.data.packing,
+        gradient_checkpointing=plan.model.gradient_checkpointing,
+        attention=_ATTENTION[plan.model.attn_implementation],
+    )
 
-    Raises ConfigError where the adapter matches no layer.
-    """
-    adapter, e = plan.adapter, 4 if plan.precision == "fp32" else 2
+
+def setup_of_spec(
+    spec: RunSpec, engine: EnginePlan, hosts: ResolvedHosts, config: Mapping[str, Any], facts: ModelFacts
+) -> Setup:
+    """The same for a run file of which only the engine and the hosts are resolved."""
+    return _worker_setup(
+        facts,
+        config,
+        spec.adapter,
+        zero_stage=engine.zero_stage,
+        precision=engine.precision,
+        batch=engine.batch,
+        hosts=hosts.topology.hosts,
+        device_type=hosts.device_type,
+        max_length=spec.data.max_length,
+        packing=spec.data.packing,
+        gradient_checkpointing=spec.model.gradient_checkpointing,
+        attention=_ATTENTION[spec.model.attn_implementation],
+    )
+
+
+def _worker_setup(
+    facts: ModelFacts,
+    config: Mapping[str, Any],
+    adapter: AdapterPlan | AdapterSpec | None,
+    *,
+    zero_stage: int,
+    precision: Precision,
+    batch: BatchPlan,
+    hosts: Sequence[Host],
+    device_type: Literal["cpu", "cuda"],
+    max_length: int,
+    packing: bool,
+    gradient_checkpointing: bool,
+    attention: Attention,
+) -> Setup:
+    """Our worker runs 16-bit stage 0 as stage 1 (docs/upstream.md)."""
+    e = 4 if precision == "fp32" else 2
     trainable = facts.tensors
     if adapter is not None:
         trainable = adapter_tensors(
@@ -40,30 +93,29 @@ def setup_of_run(plan: RunPlan, facts: ModelFacts) -> Setup:
             dora=adapter.type == "dora",
             modules_to_save=adapter.modules_to_save,
         )
-    stage_0_as_1 = plan.zero_stage == 0 and e == 2
-    several = plan.batch.gradient_accumulation_steps > 1
+    stage_0_as_1 = zero_stage == 0 and e == 2
+    several = batch.gradient_accumulation_steps > 1
     return Setup(
         model=facts,
         trainable=trainable,
         frozen=() if adapter is None else frozen_tensors(facts, bytes_each=e),
         method="full" if adapter is None else "lora",
-        precision=plan.precision,
-        zero_stage=1 if stage_0_as_1 else plan.zero_stage,
-        zero=zero_options(plan.ds_config),
-        world_size=plan.batch.world_size,
-        ranks_per_host=max(len(host.slots) for host in plan.launch.topology.hosts),
-        micro_batch=plan.batch.train_micro_batch_size_per_gpu,
-        accumulation=plan.batch.gradient_accumulation_steps,
-        max_length=plan.data.max_length,
-        grad_accum_fp32=accumulates_in_fp32(plan.ds_config)
-        or (stage_0_as_1 and several and plan.precision == "bf16"),
-        gradient_checkpointing=plan.model.gradient_checkpointing,
-        attention=_ATTENTION[plan.model.attn_implementation],
-        mask=plan.data.packing or plan.batch.train_micro_batch_size_per_gpu > 1,
+        precision=precision,
+        zero_stage=1 if stage_0_as_1 else zero_stage,
+        zero=zero_options(config),
+        world_size=batch.world_size,
+        ranks_per_host=max(len(host.slots) for host in hosts),
+        micro_batch=batch.train_micro_batch_size_per_gpu,
+        accumulation=batch.gradient_accumulation_steps,
+        max_length=max_length,
+        grad_accum_fp32=accumulates_in_fp32(config) or (stage_0_as_1 and several and precision == "bf16"),
+        gradient_checkpointing=gradient_checkpointing,
+        attention=attention,
+        mask=packing or batch.train_micro_batch_size_per_gpu > 1,
         lora_r=adapter.r if adapter else 0,
         lora_dropout=adapter.lora_dropout if adapter else 0.0,
-        optimizer=optimizer_cost(plan.ds_config, plan.launch.device_type),
-        device_type=plan.launch.device_type,
+        optimizer=optimizer_cost(config, device_type),
+        device_type=device_type,
         loss="dslaunch",
         exclude_frozen=adapter is not None,
     )
