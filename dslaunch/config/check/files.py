@@ -56,14 +56,14 @@ def check_file(path: str, data: bytes, target: Target) -> CheckedFile:
     if kind == "run-file":
         return _check_run_file(path, text, target)
     if kind == "batch-script":
-        note = Finding(
-            "not-checked", "info", "", "a script: only configs, run files and hostfiles are checked"
-        )
-        return CheckedFile(path, kind, (note,))
+        return CheckedFile(path, kind, _check_script(text, target))
     checked = check_config(text, target)
     if kind == "unknown" and checked.readable:
         none = Finding(
-            "unknown-kind", "error", "", "neither a DeepSpeed config nor a run file nor a hostfile"
+            "unknown-kind",
+            "error",
+            "",
+            "neither a DeepSpeed config nor a run file, a hostfile or a batch script",
         )
         return CheckedFile(path, kind, (none,), readable=False)
     return CheckedFile(path, kind, checked.findings, checked.readable)
@@ -134,6 +134,16 @@ def _check_hostfile(path: str, text: str) -> CheckedFile:
                 Finding("hostfile", "warning", "", message, number, hint=f"write slots={match[1]}")
             )
     return CheckedFile(path, "hostfile", tuple(findings))
+
+
+def _check_script(text: str, target: Target) -> tuple[Finding, ...]:
+    from dslaunch.config.check.scripts import check_batch_script
+    from dslaunch.config.check.scripts.job import read_job
+
+    if read_job(text) is None:
+        note = "a script without a scheduler's directives (#SBATCH, #PBS, ...): nothing is checked"
+        return (Finding("not-checked", "info", "", note),)
+    return check_batch_script(text, target)
 
 
 def _check_run_file(path: str, text: str, target: Target) -> CheckedFile:
