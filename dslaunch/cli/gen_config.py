@@ -47,7 +47,7 @@ def _render(
     from pathlib import Path
 
     gc.disable()  # a fraction of a second to live: collecting would only walk the imported modules
-    from dslaunch.config.engine_plan import resolve_engine
+    from dslaunch.config.engine_plan import check_for_own_script, resolve_engine
     from dslaunch.config.facts import probe_facts
     from dslaunch.config.load import load_flags
     from dslaunch.config.paths import check_written_paths
@@ -64,6 +64,8 @@ def _render(
     report = Report(loaded, notes=list(loaded.notes))
     engine = resolve_engine(report, facts)
     check_written_paths(report, facts)
+    if engine and run_file is None:
+        check_for_own_script(engine[0], report)
     config = render_ds_config(engine[0], report) if engine else {}
     report.raise_if_any()
     return config, tuple(report.notes)

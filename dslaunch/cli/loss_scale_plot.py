@@ -22,30 +22,19 @@ _WIDTH = 76
 
 def rule_lines(rule: LossScaleRule) -> list[str]:
     """The settings in words."""
+    from dslaunch.core.loss_scale import settings_in_words
+
+    words = settings_in_words(rule)
     if not rule.dynamic:
-        return [
-            f"static scale {rule.loss_scale:g}: each loss is multiplied by it; overflows only skip their step"
-        ]
-    lines = [
-        f"starts at 2^{rule.initial_scale_power} = {2**rule.initial_scale_power}",
-        f"doubles after {rule.loss_scale_window} steps without overflow"
-        f" (the first time after {rule.loss_scale_window + 1})",
-    ]
+        return [words["loss_scale"]]
+    lines = [words["initial_scale_power"], words["loss_scale_window"]]
     if rule.hysteresis == 1:
-        lines.append("every overflow skips its step and halves the scale")
+        lines.append(words["hysteresis"])
     else:
-        refill = "at every good step" if rule.consecutive_hysteresis else "only when the scale doubles"
-        spared = rule.hysteresis - 1
-        first = (
-            "the first overflow only skips its step"
-            if spared == 1
-            else f"the first {spared} overflows only skip their step"
-        )
         lines.append(
-            f"hysteresis {rule.hysteresis}: {first}, later ones halve the scale too; refilled {refill}"
+            f"hysteresis {rule.hysteresis}: {words['hysteresis']}; {words['consecutive_hysteresis']}"
         )
-    lines.append(f"an overflow at {rule.min_loss_scale:g} (min_loss_scale) stops the run at ZeRO stages 1-3")
-    return lines
+    return [*lines, f"{words['min_loss_scale']} (min_loss_scale)"]
 
 
 def event_lines(course: Sequence[LossScaleStep]) -> list[str]:

@@ -59,6 +59,7 @@ def plan_report(plan: RunPlan) -> dict[str, Any]:
         "precision": {"value": plan.precision, "reason": plan.origins["precision"].reason},
         "zero_stage": plan.zero_stage,
         "batch": batch,
+        "dtypes": dtypes_of(plan),
         "plan": to_json(plan),
     }
 
@@ -74,7 +75,22 @@ def plan_lines(plan: RunPlan) -> list[str]:
         if origin.source not in ("default", "derived") and origin.reason != "as written":
             why += f" ({origin.source})"
         lines.append(f"{key:<40} {_shown(value):<24}  {why}")
-    return lines
+    return [*lines, *dtype_lines(dtypes_of(plan))]
+
+
+def dtypes_of(plan: RunPlan) -> dict[str, str]:
+    """The type of everything that has one in the training of dslaunch's own worker."""
+    from dslaunch.config.precision import dtypes
+
+    found = dtypes(plan.precision, plan.ds_config, "full" if plan.adapter is None else "lora")
+    if plan.zero_stage == 0 and plan.precision == "bf16" and plan.batch.gradient_accumulation_steps > 1:
+        found["gradient_accumulation"] = "fp32"  # the worker runs 16-bit stage 0 as stage 1, which can
+    return found
+
+
+def dtype_lines(found: dict[str, str]) -> list[str]:
+    """The same as lines of the plan."""
+    return [f"{'dtypes.' + name:<40} {dtype:<24}  follows from precision" for name, dtype in found.items()]
 
 
 def _shown(value: Any) -> str:

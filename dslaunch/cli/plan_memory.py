@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +83,12 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
     Raises ConfigError(s) where a flag is missing or wrong.
     """
     from dslaunch.cli import options
+    from dslaunch.cli.plan import dtype_lines
     from dslaunch.config.engine_plan import resolve_engine
-    from dslaunch.config.facts import probe_facts
+    from dslaunch.config.facts import model_dtype, probe_facts
     from dslaunch.config.load import load_flags
     from dslaunch.config.memory.of_run import setup_of_config
+    from dslaunch.config.precision import dtypes
     from dslaunch.config.render import render_ds_config
     from dslaunch.config.report import Report
     from dslaunch.config.zero import auto_keys
@@ -97,11 +99,13 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
             "neither a run file nor --model is given",
             hint="dslaunch plan RUN.yaml, or --model DIR|config.json",
         )
-    facts = _load(_model_path(flags["model"]))
+    model_path = _model_path(flags["model"])
+    facts = _load(model_path)
     engine_flags, training = options.split_training(flags)
     del engine_flags["model"]
     loaded = load_flags(set_, options.flag_overrides(_with_a_batch(engine_flags, set_)))
     world = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
+    world = replace(world, model_dtype=model_dtype(model_path))
     if auto_keys(loaded.spec.zero_optimization):
         loaded = settle_zero(loaded, world, facts, training_of(training))
     report = Report(loaded, notes=list(loaded.notes))
@@ -134,7 +138,8 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
             "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         },
     }
-    return {**head, **memory_report(memory)}, memory_lines(memory)
+    types = dtype_lines(dtypes(engine.precision, config, setup.method))
+    return {**head, **memory_report(memory)}, [*types, *memory_lines(memory)]
 
 
 def memory_report(memory: Memory | None) -> dict[str, Any]:

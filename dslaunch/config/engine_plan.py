@@ -10,11 +10,13 @@ from typing import Any, Literal
 from dslaunch.config.facts import Facts
 from dslaunch.config.hosts import ResolvedHosts, resolve_hosts
 from dslaunch.config.optimizer import resolve_optimizer
-from dslaunch.config.precision import resolve_precision
+from dslaunch.config.precision import communication_data_type, resolve_precision
 from dslaunch.config.report import Report
-from dslaunch.config.spec_engine import EngineSpec
+from dslaunch.config.spec import RunSpec
+from dslaunch.config.spec_engine import EngineSpec, Fp16Spec
 from dslaunch.config.zero import resolve_zero
 from dslaunch.core.batch_size import ACCUMULATION, MICRO, TRAIN, solve_batch_sizes
+from dslaunch.core.loss_scale import LossScaleRule, settings_in_words
 from dslaunch.core.plan import BatchPlan, Fp16Plan, OptimizerPlan, Precision
 
 
@@ -25,6 +27,7 @@ class EnginePlan:
     precision: Precision
     fp16: Fp16Plan | None
     grad_accum_dtype: str | None
+    communication_data_type: str | None
     zero_stage: Literal[0, 1, 2, 3]
     zero_options: Mapping[str, Any]
     gradient_clipping: float
@@ -46,13 +49,13 @@ def resolve_engine(report: Report, facts: Facts) -> tuple[EnginePlan, ResolvedHo
     hosts = None
     with report.catching("cluster"):
         if facts.hostfile_problem is None:
-            hosts = resolve_hosts(spec.cluster, facts)
+            hosts = resolve_hosts(spec.cluster, facts, runs_here=isinstance(spec, RunSpec))
         else:
             report.add("cluster.hostfile", facts.hostfile_problem)
     stage = spec.zero_optimization.stage
     assert stage != "auto", "settle_zero comes first"
     zero_options = resolve_zero(spec.zero_optimization, facts, report)
-    adapter = getattr(spec, "adapter", None) is not None
+    adapter = isinstance(spec, RunSpec) and spec.adapter is not None
     chosen = resolve_optimizer(
         spec.optimizer,
         device_type=hosts.device_type if hosts else "cuda",
@@ -69,11 +72,12 @@ def resolve_engine(report: Report, facts: Facts) -> tuple[EnginePlan, ResolvedHo
     if batch is None or precision is None:
         return None
     if stage == 0:
-        _note_stage_0(precision, report)
+        _note_stage_0(precision, isinstance(spec, RunSpec), report)
     engine = EnginePlan(
         precision=precision,
         fp16=_fp16(spec, precision, report),
         grad_accum_dtype=_grad_accum_dtype(stage, precision, batch),
+        communication_data_type=communication_data_type(precision, hosts.devices),
         zero_stage=stage,
         zero_options=zero_options,
         gradient_clipping=spec.gradient_clipping,
@@ -117,7 +121,10 @@ def _resolve_precision(
         for note in chosen.notes:
             report.note(note)
         if chosen.value == "fp16" and facts.model_dtype == "bfloat16":
-            report.note("the model's weights are bfloat16: fp16 has a smaller range, watch the loss scale")
+            report.note(
+                "the model's weights are bfloat16: in fp16 what is above 65504 becomes inf;"
+                " watch the loss scale, or train on devices that compute in bf16"
+            )
         return chosen.value
     return None
 
@@ -129,7 +136,10 @@ def _fp16(spec: EngineSpec, precision: Precision, report: Report) -> Fp16Plan | 
             report.note(f"{report.loaded.where('fp16')}fp16 is not used: precision is {precision}")
         return None
     part = spec.fp16
-    if part.loss_scale == "dynamic" and part.min_loss_scale > 2**part.initial_scale_power:
+    _explain_fp16(part, report)
+    if part.loss_scale != "dynamic":
+        _fail_dynamic_keys(part.loss_scale, report)
+    elif part.min_loss_scale > 2**part.initial_scale_power:
         key, start = "fp16.min_loss_scale", 2**part.initial_scale_power
         report.fail(
             key if report.given(key) else "fp16.initial_scale_power",
@@ -139,7 +149,38 @@ def _fp16(spec: EngineSpec, precision: Precision, report: Report) -> Fp16Plan | 
     return Fp16Plan(**part.model_dump())
 
 
-def _note_stage_0(precision: Precision, report: Report) -> None:
+def _fail_dynamic_keys(scale: float, report: Report) -> None:
+    """A static scale never moves, so what was written of its course means something else than it does."""
+    for key in Fp16Spec.model_fields:
+        name = f"fp16.{key}"
+        if key != "loss_scale" and report.given(name):
+            message = f"{name} is for a dynamic scale, and fp16.loss_scale is {scale:g}, which never moves"
+            report.fail(name, message, f"remove {key}, or write loss_scale: dynamic")
+
+
+def _explain_fp16(part: Fp16Spec, report: Report) -> None:
+    values = part.model_dump()
+    if values["loss_scale"] == "dynamic":
+        values["loss_scale"] = 0
+    for key, words in settings_in_words(LossScaleRule(**values)).items():
+        name = f"fp16.{key}"
+        source = report.loaded.positions[name] if report.given(name) else "default"
+        report.reason(name, words, source)
+
+
+def check_for_own_script(engine: EnginePlan, report: Report) -> None:
+    """Record what DeepSpeed itself gets wrong and our worker does not: for JSON that others run."""
+    if engine.precision == "fp16" and engine.zero_stage == 0:
+        report.fail(
+            "zero_optimization.stage",
+            "fp16 at zero_optimization.stage 0: DeepSpeed 0.19.8 divides the gradients by a scale that"
+            " it never multiplied the loss by",
+            "use stage: 1 (--zero-stage 1), which computes the same; run files may keep stage 0,"
+            " which dslaunch's own worker runs as stage 1",
+        )
+
+
+def _note_stage_0(precision: Precision, own_worker: bool, report: Report) -> None:
     """Our worker cures these; a script that gets the JSON from gen-config does not."""
     if precision == "fp32":
         return
@@ -149,7 +190,8 @@ def _note_stage_0(precision: Precision, report: Report) -> None:
     }[precision]
     report.note(
         f"{precision} at ZeRO stage 0: DeepSpeed 0.19.8 itself {does};"
-        " in a training script of your own use stage 1, which computes the same"
+        + (" dslaunch's worker runs it as stage 1;" if own_worker else "")
+        + " in a training script of your own use stage 1, which computes the same"
     )
 
 

@@ -74,7 +74,7 @@ def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str
         hosts=hosts,
         local_names=_NamesOfThisMachine(),
         paths=paths,
-        model_dtype=_model_dtype(Path(model.absolute)) if model and model.kind == "directory" else None,
+        model_dtype=model_dtype(Path(model.absolute)) if model and model.kind != "missing" else None,
         hostfile_problem=problem,
     )
 
@@ -196,10 +196,18 @@ def _may_be_model_or_data(entry: os.DirEntry[str]) -> bool:
     return entry.name.lower().endswith((".gguf", *_DATA_SUFFIXES)) or entry.is_dir()
 
 
-def _model_dtype(directory: Path) -> str | None:
+def model_dtype(path: Path) -> str | None:
+    """The type of the weights by config.json, given as it or its directory; None where it says nothing."""
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix != ".json":
+        return None
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # the worker reports a broken model directory; here it is only advice
-    value = config.get("dtype", config.get("torch_dtype")) if isinstance(config, dict) else None
-    return value if isinstance(value, str) else None
+        return None  # the worker reports a broken model directory, here it is only advice
+    for section in (config, config.get("text_config")) if isinstance(config, dict) else ():
+        if isinstance(section, dict) and isinstance(
+            value := section.get("dtype", section.get("torch_dtype")), str
+        ):
+            return value
+    return None

@@ -25,24 +25,33 @@ class ResolvedHosts:
     device_reason: str
 
 
-def resolve_hosts(cluster: ClusterSpec, facts: Facts) -> ResolvedHosts:
+def resolve_hosts(cluster: ClusterSpec, facts: Facts, *, runs_here: bool = True) -> ResolvedHosts:
     """Hosts from the hostfile and its filters, else ``num_nodes`` nodes, else this machine.
 
+    ``runs_here``: what is planned is started from this machine. Where it is not (the
+    JSON of a script of one's own), a number of devices that this machine has not got
+    is meant for another one, never for the CPU of the login node where it was typed.
     Raises ConfigError (HostfileError) where they are not there or not said.
     """
     named = tuple(lookup_device(name) for name in cluster.gpu) if cluster.gpu else None
     if facts.hosts is not None:
-        return _from_hostfile(cluster, facts, facts.hosts, named)
+        return _from_hostfile(cluster, facts, facts.hosts, named, runs_here)
     for key in ("include", "exclude"):
         if getattr(cluster, key) is not None:
             raise ConfigError(f"cluster.{key} needs a hostfile", hint="set cluster.hostfile or --hostfile")
     if (cluster.num_nodes or 1) > 1:
         return _unnamed_nodes(cluster, named)
+    if named is None and not runs_here and cluster.num_gpus_per_node and not facts.inventory.accelerators:
+        return _another_machine(cluster.num_gpus_per_node)
     return _this_machine(cluster, facts, named)
 
 
 def _from_hostfile(
-    cluster: ClusterSpec, facts: Facts, hosts: Sequence[Host], named: tuple[Device, ...] | None
+    cluster: ClusterSpec,
+    facts: Facts,
+    hosts: Sequence[Host],
+    named: tuple[Device, ...] | None,
+    runs_here: bool,
 ) -> ResolvedHosts:
     chosen = select_hosts(
         hosts,
@@ -52,11 +61,24 @@ def _from_hostfile(
         num_gpus_per_node=cluster.num_gpus_per_node,
     )
     reason = f"{len(chosen)} of {len(hosts)} hosts of {facts.paths['cluster.hostfile'].absolute}"
-    # A name may have to be looked up: the first host that is elsewhere settles it.
-    if named is not None or all(host.name in facts.local_names for host in chosen):
+    if named is not None or _are_here(chosen, facts, runs_here):
         return _with_devices(chosen, reason, _local_devices(facts, named if named else None))
     why = "slots of a hostfile are GPUs unless cluster.gpu says cpu"
     return ResolvedHosts(Topology(hosts=tuple(chosen)), reason, None, "cuda", why)
+
+
+def _are_here(hosts: Sequence[Host], facts: Facts, runs_here: bool) -> bool:
+    """Whether all hosts are this machine, and it can be what they are meant for."""
+    if not runs_here and not facts.inventory.accelerators:
+        return False
+    # A name may have to be looked up: the first host that is elsewhere settles it.
+    return all(host.name in facts.local_names for host in hosts)
+
+
+def _another_machine(count: int) -> ResolvedHosts:
+    reason = f"num_gpus_per_node {count}; this machine has no GPU, so another one is meant"
+    why = "num_gpus_per_node counts GPUs unless cluster.gpu says cpu"
+    return ResolvedHosts(Topology(hosts=_localhost(_numbered(count))), reason, None, "cuda", why)
 
 
 def _unnamed_nodes(cluster: ClusterSpec, named: tuple[Device, ...] | None) -> ResolvedHosts:

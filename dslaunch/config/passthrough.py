@@ -16,7 +16,7 @@ from dslaunch.core.plan import Precision
 Path = tuple[str, ...]
 
 # Planned values that an override may replace: the plan only fills in what is usual.
-_FREE = {("zero_allow_untested_optimizer",)}
+_FREE = {("zero_allow_untested_optimizer",), ("communication_data_type",)}
 _OWN_SECTION = {"scheduler": "scheduler:", "bfloat16": "precision: bf16", "torch_autocast": "precision:"}
 # Sections that the run file decides as a whole: path in DeepSpeed's JSON -> the spec with its own keys.
 _DECIDED: dict[Path, tuple[str, type[BaseModel] | None]] = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dslaunch.core.devices import CPU_NAME, Device
 from dslaunch.core.errors import ConfigError
@@ -35,6 +36,32 @@ def resolve_precision(asked: str, devices: Sequence[Device] | None) -> ChosenPre
     notes = tuple(note for device in devices or () for note in _check(asked, device))
     value: Precision = "bf16" if asked == "bf16" else "fp16" if asked == "fp16" else "fp32"
     return ChosenPrecision(value, "as asked for", tuple(dict.fromkeys(notes)))
+
+
+def communication_data_type(precision: Precision, devices: Sequence[Device] | None) -> str | None:
+    """What gradients are summed over the ranks in, where it is not the model's type.
+
+    fp32 for bf16 on AMD devices, where bf16 gradients would be added up in bf16, rank after rank.
+    """
+    amd = any(device.arch.startswith("gfx") for device in devices or ())
+    return "fp32" if precision == "bf16" and amd else None
+
+
+def dtypes(precision: Precision, config: Mapping[str, Any], method: str) -> dict[str, str]:
+    """The type of everything that has one, all from one truth. ``config``: the DeepSpeed JSON.
+
+    ``method``: full, lora or qlora. bitsandbytes' packed weights are kept in tensors of the
+    compute type, so that ZeRO can partition them with the rest.
+    """
+    found: dict[str, str] = {"model": precision}
+    if method != "full":
+        found["adapter"] = precision
+    if method == "qlora":
+        found |= {"bnb_4bit_compute_dtype": precision, "bnb_4bit_quant_storage": precision}
+    found["master_weights"] = "fp32"
+    found["gradient_accumulation"] = (config.get("data_types") or {}).get("grad_accum_dtype", precision)
+    found["communication"] = config.get("communication_data_type") or precision
+    return found
 
 
 def _choose(devices: Sequence[Device]) -> ChosenPrecision:

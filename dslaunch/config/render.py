@@ -67,6 +67,8 @@ def planned_values(engine: EnginePlan) -> dict[Path, Any]:
         values |= {("fp16", key): value for key, value in block.items()}
     if engine.grad_accum_dtype is not None:
         values["data_types", "grad_accum_dtype"] = engine.grad_accum_dtype
+    if engine.communication_data_type is not None:
+        values[("communication_data_type",)] = engine.communication_data_type
     if engine.zero_allow_untested_optimizer:
         values[("zero_allow_untested_optimizer",)] = True
     values |= {("zero_optimization", *path): v for path, v in leaves(engine.zero_options)}

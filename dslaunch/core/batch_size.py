@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isqrt, prod
 
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import BatchPlan
@@ -12,7 +14,9 @@ TRAIN, MICRO, ACCUMULATION = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
+WORLD = "world_size"
 _LARGEST_CHOSEN_MICRO = 8
+_LARGEST_DIVIDED = 10**10  # no real batch; looking for the divisors of a number far larger takes for ever
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,61 @@ def _solution(train: int, micro: int, steps: int, world_size: int, reasons: dict
     return BatchSolution(batch, reasons)
 
 
+def nearest_sizes(sizes: Mapping[str, int], wanted: str | None) -> list[tuple[str, dict[str, int]]]:
+    """What changes, and all four sizes with it, for sizes of which no exact batch can be made.
+
+    ``sizes`` by name, without ``wanted``: the size that follows from the others (None:
+    all are given). One size changes at a time, to the nearest values that divide.
+    """
+    found = []
+    for name, given in sizes.items():
+        others = {other: size for other, size in sizes.items() if other != name}
+        for value in _nearest_values(name, given, others, wanted):
+            whole = {**others, name: value}
+            if wanted is not None:
+                factors = prod(size for other, size in whole.items() if other != TRAIN)
+                whole[wanted] = whole[TRAIN] // factors
+            found.append((name, whole))
+    return found
+
+
+def _nearest_values(name: str, given: int, others: Mapping[str, int], wanted: str | None) -> list[int]:
+    factors = prod(size for other, size in others.items() if other != TRAIN)
+    if name == TRAIN:
+        return [factors] if wanted is None else nearest_multiples(given, factors)
+    if others[TRAIN] % factors:
+        return []
+    quotient = others[TRAIN] // factors
+    return [quotient] if wanted is None else _nearest_divisors(quotient, given)
+
+
+def _nearest_divisors(value: int, near: int) -> list[int]:
+    """The divisors of ``value`` next to ``near``, below and above."""
+    if value > _LARGEST_DIVIDED:
+        return []
+    low = {n for n in range(1, isqrt(value) + 1) if value % n == 0}
+    divisors = sorted(low | {value // n for n in low})
+    below = [n for n in divisors if n < near]
+    above = [n for n in divisors if n > near]
+    return below[-1:] + above[:1]
+
+
+def _ways_out(sizes: Mapping[str, int], wanted: str | None) -> str:
+    """``train_batch_size 96 (gradient_accumulation_steps 3) or 128 (...), or world_size ...``"""
+    by_name: dict[str, list[str]] = {}
+    for name, whole in nearest_sizes(sizes, wanted):
+        follows = f" ({wanted} {whole[wanted]})" if wanted is not None else ""
+        by_name.setdefault(name, []).append(f"{whole[name]}{follows}")
+    return ", or ".join(f"{name} {' or '.join(values)}" for name, values in by_name.items())
+
+
 def _divide(train: int, given: str, size: int, world_size: int, wanted: str) -> int:
     unit = size * world_size
     if train % unit == 0:
         return train // unit
-    near = " or ".join(f"{n} ({wanted} {n // unit})" for n in nearest_multiples(train, unit))
     raise ConfigError(
         f"{TRAIN} {train} is not a multiple of {given} {size} x world_size {world_size} (= {unit})",
-        hint=f"use {TRAIN} {near}, or leave {TRAIN} out and set {wanted}",
+        hint=f"use {_ways_out({TRAIN: train, given: size, WORLD: world_size}, wanted)}",
     )
 
 
@@ -86,20 +137,21 @@ def _check_three(train: int, micro: int, steps: int, world_size: int) -> None:
     product = micro * steps * world_size
     if product == train:
         return
-    fits = f", {ACCUMULATION} {train // (micro * world_size)}" if train % (micro * world_size) == 0 else ""
+    sizes = {TRAIN: train, MICRO: micro, ACCUMULATION: steps, WORLD: world_size}
     raise ConfigError(
         f"{TRAIN} {train} is not {MICRO} {micro} x {ACCUMULATION} {steps} x world_size {world_size}"
         f" (= {product})",
-        hint=f"use {TRAIN} {product}{fits}, or leave one of the three out",
+        hint=f"use {_ways_out(sizes, None)}, or leave one of the three out",
     )
 
 
 def _choose_micro(train: int, world_size: int) -> BatchSolution:
     if train % world_size:
-        near = " or ".join(map(str, nearest_multiples(train, world_size)))
+        near = nearest_multiples(train, world_size)
+        ranks = _nearest_divisors(train, world_size)
         raise ConfigError(
             f"{TRAIN} {train} is not a multiple of world_size {world_size}",
-            hint=f"use {TRAIN} {near}",
+            hint=f"use {TRAIN} {_or(near)}, or {WORLD} {_or(ranks)}",
         )
     per_rank = train // world_size
     micro = _LARGEST_CHOSEN_MICRO
@@ -117,6 +169,10 @@ def _choose_micro(train: int, world_size: int) -> BatchSolution:
             ACCUMULATION: f"train_batch_size {train} / (micro batch {micro} x world_size {world_size})",
         },
     )
+
+
+def _or(values: list[int]) -> str:
+    return " or ".join(map(str, values))
 
 
 def _too_few(micro: int | None, steps: int | None) -> ConfigError:

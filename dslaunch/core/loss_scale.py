@@ -36,6 +36,34 @@ class LossScaleRule:
         return LossScaleState(scale, hysteresis_left=self.hysteresis)
 
 
+def settings_in_words(rule: LossScaleRule) -> dict[str, str]:
+    """What each setting of the ``fp16`` section does; of a static scale there is only ``loss_scale``."""
+    if not rule.dynamic:
+        text = (
+            f"static scale {rule.loss_scale:g}: each loss is multiplied by it; overflows only skip their step"
+        )
+        return {"loss_scale": text}
+    window, power = rule.loss_scale_window, rule.initial_scale_power
+    refill = "at every good step" if rule.consecutive_hysteresis else "only when the scale doubles"
+    return {
+        "loss_scale": "dynamic: halved on overflow, doubled after a quiet window",
+        "initial_scale_power": f"starts at 2^{power} = {2**power}",
+        "loss_scale_window": f"doubles after {window} steps without overflow"
+        f" (the first time after {window + 1})",
+        "hysteresis": _hysteresis_in_words(rule.hysteresis),
+        "consecutive_hysteresis": f"the hysteresis is refilled {refill}",
+        "min_loss_scale": f"an overflow at {rule.min_loss_scale:g} stops the run at ZeRO stages 1-3",
+    }
+
+
+def _hysteresis_in_words(hysteresis: int) -> str:
+    if hysteresis == 1:
+        return "every overflow skips its step and halves the scale"
+    spared = hysteresis - 1
+    overflows = "overflow only skips its" if spared == 1 else f"{spared} overflows only skip their"
+    return f"the first {overflows} step, later ones halve the scale too"
+
+
 @dataclass(frozen=True)
 class LossScaleState:
     """``scale``: what the next loss is multiplied by. ``step`` counts from 0."""

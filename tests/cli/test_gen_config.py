@@ -181,3 +181,52 @@ def test_the_problems_of_flags_and_file_come_together(capsys: pytest.CaptureFixt
     assert "run.yaml:3: train_batch_size 8 is not a multiple of world_size 3" in err
     assert "run.yaml:5: zero_optimization.sub_group_size acts at stage 3 only" in err
     assert "--optimizer: optimizer.type Lion: DeepSpeed has it for GPUs only" in err
+
+
+def test_fp16_at_stage_0_is_refused_for_scripts_and_run_by_our_worker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ("--precision", "fp16", "--gpu", "v100", "--num-gpus-per-node", "2", "--zero-stage")
+    code, out, err = run(capsys, *flags, "0", "--train-batch-size", "8")
+    assert (code, out) == (2, "")
+    assert "--zero-stage: fp16 at zero_optimization.stage 0: DeepSpeed 0.19.8 divides the gradients" in err
+    assert "hint: use stage: 1 (--zero-stage 1)" in err
+    assert config(capsys, *flags, "1", "--train-batch-size", "8")["fp16"]["enabled"] is True
+    Path("run.yaml").write_text(RUN)
+    code, out, err = run(capsys, "run.yaml", *flags, "0")
+    assert (code, json.loads(out)["zero_optimization"]["stage"]) == (0, 0)
+    assert "dslaunch's worker runs it as stage 1; in a training script of your own use stage 1" in err
+
+
+def test_gpus_that_are_not_here_are_never_planned_for_as_this_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A login node: its CPU says nothing of the GPUs that are asked for."""
+    monkeypatch.setattr("dslaunch.config.facts.is_this_machine", lambda name: name == "login")
+    Path("hosts").write_text("login slots=4\n")
+    for where in (("--num-gpus-per-node", "4"), ("--hostfile", "hosts")):
+        code, out, err = run(capsys, *where, "--train-batch-size", "8")
+        assert (code, out) == (2, "")
+        assert "precision auto: the devices of the other hosts are not known here" in err
+        assert "hint: name them with --gpu" in err
+        found = config(capsys, *where, "--train-batch-size", "8", "--precision", "bf16")
+        assert "torch_adam" not in found["optimizer"]["params"]
+        found = config(capsys, *where, "--train-batch-size", "8", "--gpu", "cpu")
+        assert (found["fp16"], found["bf16"]) == ({"enabled": False}, {"enabled": False})
+        assert found["optimizer"]["params"]["torch_adam"] is True
+
+
+def test_bf16_gradients_on_amd(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--gpu", "mi300x", "--num-gpus-per-node", "8", "--train-batch-size", "64")
+    assert config(capsys, *flags)["communication_data_type"] == "fp32"
+    assert config(capsys, *flags, "--set", "deepspeed.communication_data_type=bf16")[
+        "communication_data_type"
+    ] == "bf16"  # fmt: skip
+
+
+def test_a_bf16_model_in_fp16_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"text_config": {"torch_dtype": "bfloat16"}}')
+    flags = ("--gpu", "v100", "--num-gpus-per-node", "2", "--train-batch-size", "8", "--model", "model")
+    assert "the model's weights are bfloat16: in fp16" in run(capsys, *flags)[2]
+    assert "bf16 on v100 (sm_70) is emulated" in run(capsys, *flags, "--precision", "bf16")[2]

@@ -52,6 +52,12 @@ def test_json_holds_the_plan_itself(capsys: pytest.CaptureFixture[str]) -> None:
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,
     }
+    assert report["dtypes"] == {
+        "model": "fp32",
+        "master_weights": "fp32",
+        "gradient_accumulation": "fp32",
+        "communication": "fp32",
+    }
     assert report["zero_stage"] == plan.zero_stage == plan.ds_config["zero_optimization"]["stage"]
     assert plan.launch.run_dir == str(Path("out").resolve())
 
@@ -95,3 +101,11 @@ def test_errors_have_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == (
         "Error: --set: unknown key optimizer.lrr; did you mean lr?\n\nhint: write lr in place of lrr\n"
     )
+
+
+def test_bf16_at_stage_0_is_summed_as_our_worker_does(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--precision", "bf16", "--zero-stage", "0", "--set", "adapter={}"]
+    assert main(["plan", "run.yaml", *flags, "--train-micro-batch-size-per-gpu", "1"]) == 0
+    lines = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines() if line}
+    assert lines["dtypes.adapter"] == lines["dtypes.communication"] == "bf16"
+    assert lines["dtypes.gradient_accumulation"] == "fp32"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dslaunch.config.precision import resolve_precision
+from dslaunch.config.precision import communication_data_type, dtypes, resolve_precision
 from dslaunch.core.devices import Device, lookup_device
 from dslaunch.core.errors import ConfigError
+from dslaunch.core.plan import Precision
 
 BF16_CPU = Device("cpu", "", "no", "yes")
 FP16_CPU = Device("cpu", "", "yes", "yes")
@@ -80,3 +81,39 @@ def test_what_was_asked_for_is_kept_with_a_warning(asked: str, names: list[str],
 @pytest.mark.parametrize("asked", ["bf16", "fp16", "fp32"])
 def test_what_was_asked_for_needs_no_devices(asked: str) -> None:
     assert resolve_precision(asked, None).value == asked
+
+
+@pytest.mark.parametrize(
+    ("precision", "names", "expected"),
+    [
+        ("bf16", ["mi300x"], "fp32"),
+        ("bf16", ["mi250x", "mi300x"], "fp32"),
+        ("fp16", ["mi100"], None),
+        ("fp32", ["mi300x"], None),
+        ("bf16", ["h100"], None),
+    ],
+)
+def test_bf16_gradients_are_summed_in_fp32_on_amd(
+    precision: Precision, names: list[str], expected: str | None
+) -> None:
+    assert communication_data_type(precision, [lookup_device(name) for name in names]) == expected
+    assert communication_data_type(precision, None) is None
+
+
+def test_every_type_follows_from_the_one_precision() -> None:
+    assert dtypes("fp16", {}, "qlora") == {
+        "model": "fp16",
+        "adapter": "fp16",
+        "bnb_4bit_compute_dtype": "fp16",
+        "bnb_4bit_quant_storage": "fp16",
+        "master_weights": "fp32",
+        "gradient_accumulation": "fp16",
+        "communication": "fp16",
+    }
+    config = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    assert dtypes("bf16", config, "full") == {
+        "model": "bf16",
+        "master_weights": "fp32",
+        "gradient_accumulation": "fp32",
+        "communication": "fp32",
+    }

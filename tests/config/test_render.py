@@ -20,7 +20,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cpu-fp32-stage2": ("cluster: {num_gpus_per_node: 2}\nadapter: {}\n", {}),
     "v100-fp16-stage1": ("zero_optimization: {stage: 1}\n", {"inventory": gpus("v100", "v100")}),
     "fp16-static-scale-stage0": (
-        "precision: fp16\nfp16: {loss_scale: 1024, hysteresis: 4}\nzero_optimization: {stage: 0}\n",
+        "precision: fp16\nfp16: {loss_scale: 1024}\nzero_optimization: {stage: 0}\n",
         {"inventory": gpus("a100")},
     ),
     "a100-bf16-accumulation-stage3": (

@@ -10,6 +10,7 @@ import pytest
 from dslaunch.config.facts import PathFact
 from dslaunch.config.origins import plan_values
 from dslaunch.core.errors import ConfigError, ConfigErrors
+from dslaunch.core.plan import Origin
 from tests.config.build import SMALL, gpus, plan_of, resolved
 
 DIRECTORY = PathFact("directory", "/models/m")
@@ -177,6 +178,26 @@ def test_the_loss_scale_cannot_start_below_its_least() -> None:
     assert plan_of(text % 16, inventory=gpu).fp16 is not None
 
 
+def test_a_static_scale_with_keys_of_a_dynamic_one_is_a_contradiction() -> None:
+    text = SMALL + "precision: fp16\nfp16:\n  loss_scale: 128\n  hysteresis: 2\n  min_loss_scale: 1\n"
+    why = "is for a dynamic scale, and fp16.loss_scale is 128, which never moves"
+    assert problems(text, inventory=gpus("v100")) == [
+        f"run.yaml:7: fp16.hysteresis {why}",
+        f"run.yaml:8: fp16.min_loss_scale {why}",
+    ]
+    assert plan_of(text, "fp16.loss_scale=dynamic", inventory=gpus("v100")).fp16 is not None
+
+
+def test_the_fp16_block_is_explained_in_words() -> None:
+    origins = plan_of(SMALL + "precision: fp16\nfp16: {hysteresis: 3}\n", inventory=gpus("v100")).origins
+    assert origins["fp16.initial_scale_power"] == Origin(reason="starts at 2^16 = 65536", source="default")
+    assert origins["fp16.hysteresis"] == Origin(
+        reason="the first 2 overflows only skip their step, later ones halve the scale too",
+        source="run.yaml:5",
+    )
+    assert "stops the run" in origins["fp16.min_loss_scale"].reason
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_stage_0_in_half_precision_names_stage_1(precision: str) -> None:
     text = SMALL + f"precision: {precision}\nzero_optimization: {{stage: %d}}\n"
@@ -290,7 +311,9 @@ def test_notes_say_what_was_chosen() -> None:
 
 def test_bf16_weights_in_fp16_are_warned_of() -> None:
     _, notes = resolved(SMALL, inventory=gpus("v100"), model_dtype="bfloat16")
-    assert any("smaller range" in note for note in notes)
+    assert any("the model's weights are bfloat16: in fp16" in note for note in notes)
+    _, notes = resolved(SMALL, inventory=gpus("a100"), model_dtype="bfloat16")
+    assert not any("bfloat16" in note for note in notes)
 
 
 def test_a_constant_schedule_has_no_warmup_unless_asked() -> None:

@@ -7,7 +7,15 @@ import re
 
 import pytest
 
-from dslaunch.core.batch_size import nearest_multiples, solve_batch_sizes
+from dslaunch.core.batch_size import (
+    ACCUMULATION,
+    MICRO,
+    TRAIN,
+    WORLD,
+    nearest_multiples,
+    nearest_sizes,
+    solve_batch_sizes,
+)
 from dslaunch.core.errors import ConfigError
 
 
@@ -64,18 +72,48 @@ def test_what_does_not_divide_names_both_neighbours() -> None:
     assert "252 (gradient_accumulation_steps 18) or 266 (gradient_accumulation_steps 19)" in caught.value.hint
 
 
-def test_every_size_that_a_hint_names_works() -> None:
+def test_the_hint_names_each_size_that_could_change() -> None:
+    with pytest.raises(ConfigError) as caught:
+        solve(100, micro=8, world=4)
+    assert caught.value.hint == (
+        "use train_batch_size 96 (gradient_accumulation_steps 3) or 128 (gradient_accumulation_steps 4),"
+        " or train_micro_batch_size_per_gpu 5 (gradient_accumulation_steps 5)"
+        " or 25 (gradient_accumulation_steps 1)"
+    )
+    with pytest.raises(ConfigError) as caught:
+        solve(256, steps=4, world=7)
+    assert (caught.value.hint or "").endswith(
+        "or world_size 4 (train_micro_batch_size_per_gpu 16) or 8 (train_micro_batch_size_per_gpu 8)"
+    )
+
+
+@pytest.mark.parametrize("given", [MICRO, ACCUMULATION])
+def test_every_batch_that_is_named_is_exact_and_changes_one_size(given: str) -> None:
+    """And none lies nearer: of every size that may change, the next values that divide are named."""
+    wanted = ACCUMULATION if given == MICRO else MICRO
     refused = 0
-    for train, micro, world in itertools.product(range(1, 40), (1, 2, 3, 8), (1, 2, 5)):
-        try:
-            solve(train, micro=micro, world=world)
-        except ConfigError as error:
-            refused += 1
-            named = [int(n) for n in re.findall(r"(\d+) \(", error.hint or "")]
-            assert named
-            for value in named:
-                solve(value, micro=micro, world=world)
+    for train, size, world in itertools.product(range(1, 40), (1, 2, 3, 8), (1, 2, 5)):
+        if train % (size * world) == 0:
+            continue
+        refused += 1
+        sizes = {TRAIN: train, given: size, WORLD: world}
+        found = nearest_sizes(sizes, wanted)
+        assert any(name == TRAIN for name, _ in found)
+        for name, whole in found:
+            assert whole[TRAIN] == whole[MICRO] * whole[ACCUMULATION] * whole[WORLD]
+            assert [key for key in sizes if whole[key] != sizes[key]] == [name]
+        for name in sizes:
+            exact = [n for n in range(1, 81) if divides({**sizes, name: n})]
+            named = [whole[name] for changed, whole in found if changed == name]
+            below = [n for n in exact if n < sizes[name]][-1:]
+            above = [n for n in exact if n > sizes[name]][:1]
+            assert named == below + above
     assert refused > 100
+
+
+def divides(sizes: dict[str, int]) -> bool:
+    factors = [size for name, size in sizes.items() if name != TRAIN]
+    return sizes[TRAIN] % (factors[0] * factors[1]) == 0
 
 
 @pytest.mark.parametrize(
@@ -100,7 +138,8 @@ def test_three_inconsistent_sizes_offer_each_way_out() -> None:
     with pytest.raises(ConfigError) as caught:
         solve(64, 4, 4, 2)
     assert caught.value.hint == (
-        "use train_batch_size 32, gradient_accumulation_steps 8, or leave one of the three out"
+        "use train_batch_size 32, or train_micro_batch_size_per_gpu 8, or gradient_accumulation_steps 8,"
+        " or world_size 4, or leave one of the three out"
     )
 
 
