@@ -218,5 +218,5 @@ class TestWrittenConfigs:
         assert codes(HEAD + 'cat > $J.json <<EOF\n{"zero_optimization": {\nEOF\n') == ["syntax"]
 
     def test_a_quoted_document_keeps_its_variables(self) -> None:
-        text = HEAD + "BATCH=8\ncat > $J.json <<'EOF'\n{\"train_batch_size\": \"$BATCH\"}\nEOF\n"
+        text = HEAD + 'BATCH=8\ncat > $J.json <<\'EOF\'\n{"train_batch_size": "$BATCH"}\nEOF\n'
         assert codes(text) == ["placeholder"]
