@@ -70,4 +70,7 @@ def _read_prompts(prompts: tuple[str, ...]) -> Iterator[str]:
     if prompts.count("-") > 1:
         raise ConfigError("--prompt - reads all of stdin, so it can be given only once")
     for prompt in prompts:
-        yield sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
+        text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
+        if not text.strip():
+            raise ConfigError("the prompt on stdin is empty" if prompt == "-" else "a prompt is empty")
+        yield text

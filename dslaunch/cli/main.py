@@ -131,4 +131,18 @@ def _explain_unexpected(error: Exception) -> tuple[str, int]:
 
 def entry() -> None:
     """The console script."""
+    _open_closed_streams()
     sys.exit(main())
+
+
+def _open_closed_streams() -> None:
+    """What the caller closed (``<&-``) reads as empty and writes to nowhere.
+
+    Else the next file that is opened would get its number, and be written to by whoever prints.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))

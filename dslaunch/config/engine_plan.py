@@ -16,6 +16,7 @@ from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec, Fp16Spec
 from dslaunch.config.zero import resolve_zero
 from dslaunch.core.batch_size import ACCUMULATION, MICRO, TRAIN, solve_batch_sizes
+from dslaunch.core.devices import lookup_device
 from dslaunch.core.loss_scale import LossScaleRule, settings_in_words
 from dslaunch.core.plan import BatchPlan, Fp16Plan, OptimizerPlan, Precision
 
@@ -46,12 +47,7 @@ def resolve_engine(report: Report, facts: Facts) -> tuple[EnginePlan, ResolvedHo
     Returns None where a problem that went to ``report`` makes it impossible.
     """
     spec: EngineSpec = report.loaded.spec
-    hosts = None
-    with report.catching("cluster"):
-        if facts.hostfile_problem is None:
-            hosts = resolve_hosts(spec.cluster, facts, runs_here=isinstance(spec, RunSpec))
-        else:
-            report.add("cluster.hostfile", facts.hostfile_problem)
+    hosts = _resolve_hosts(spec, facts, report)
     stage = spec.zero_optimization.stage
     assert stage != "auto", "settle_zero comes first"
     zero_options = resolve_zero(spec.zero_optimization, facts, report)
@@ -86,6 +82,20 @@ def resolve_engine(report: Report, facts: Facts) -> tuple[EnginePlan, ResolvedHo
         batch=batch,
     )
     return engine, hosts
+
+
+def _resolve_hosts(spec: EngineSpec, facts: Facts, report: Report) -> ResolvedHosts | None:
+    known = False
+    with report.catching("cluster.gpu"):  # at the place of the name, which may be a flag
+        for name in spec.cluster.gpu or ():
+            lookup_device(name)
+        known = True
+    if facts.hostfile_problem is not None:
+        report.add("cluster.hostfile", facts.hostfile_problem)
+    elif known:
+        with report.catching("cluster"):
+            return resolve_hosts(spec.cluster, facts, runs_here=isinstance(spec, RunSpec))
+    return None
 
 
 def _resolve_batch(spec: EngineSpec, hosts: ResolvedHosts, report: Report) -> BatchPlan | None:

@@ -11,23 +11,27 @@ from typing import Any, Literal
 
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.spec import RunSpec
+from dslaunch.core.data_files import DATA_SUFFIXES, OTHER_SUFFIXES, is_data_file
 from dslaunch.core.devices import Inventory, probe_inventory
 from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
 from dslaunch.core.hostfile import parse_hostfile
 from dslaunch.core.topology import Host, is_this_machine
 
-_DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".ndjson")
 _MAX_LINES = 2000  # of a hostfile that is read line by line for all that is wrong with it
 
 
 @dataclass(frozen=True)
 class PathFact:
-    """What a path of the run file is. ``absolute`` is it as seen from where it was written."""
+    """What a path of the run file is. ``absolute`` is it as seen from where it was written.
+
+    ``fault``: why a file cannot be read as data, as the end of "FILE ...".
+    """
 
     kind: Literal["file", "directory", "missing"]
     absolute: str
     parent_exists: bool = False
     nearest: str | None = None  # an existing path whose name is close
+    fault: str | None = None
 
 
 class _NamesOfThisMachine:
@@ -118,7 +122,7 @@ def looks_like_path(text: str) -> bool:
     """Whether a text can only be meant as a path of this machine, not as a hub id."""
     return (
         text.startswith((".", "/", "~"))
-        or text.endswith((".gguf", *_DATA_SUFFIXES))
+        or text.lower().endswith((".gguf", *DATA_SUFFIXES, *OTHER_SUFFIXES))
         or text.count("/") > 1
         or "\\" in text
     )
@@ -151,7 +155,11 @@ def _base(loaded: LoadedSpec[Any], key: str, cwd: Path) -> Path:
 
 def is_hub_key(key: str) -> bool:
     """Whether a key (of :func:`written_paths`) may hold a hub id in place of a path."""
-    return key in ("model.path", "model.tokenizer") or key.startswith(("data.train[", "data.eval["))
+    return key in ("model.path", "model.tokenizer") or _is_data_key(key)
+
+
+def _is_data_key(key: str) -> bool:
+    return key.startswith(("data.train[", "data.eval["))
 
 
 def _path_fact(key: str, text: str, base: Path) -> PathFact:
@@ -159,8 +167,20 @@ def _path_fact(key: str, text: str, base: Path) -> PathFact:
     if path.is_dir():
         return PathFact("directory", str(path))
     if path.exists():
-        return PathFact("file", str(path))
+        return PathFact("file", str(path), fault=_data_fault(path) if _is_data_key(key) else None)
     return PathFact("missing", str(path), _names_a_place(text, path), _nearest(path, is_hub_key(key)))
+
+
+def _data_fault(path: Path) -> str | None:
+    """What keeps a file from being read as data, as far as it can be told without reading it."""
+    if not is_data_file(path.name):
+        return "has none of the endings that are read as data"
+    try:
+        if not os.access(path, os.R_OK):
+            return "may not be read by this user"
+        return "is empty" if path.is_file() and path.stat().st_size == 0 else None
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def _names_a_place(text: str, path: Path) -> bool:
@@ -193,7 +213,7 @@ def _near_name(folder: Path, name: str, wanted: Callable[[os.DirEntry[str]], boo
 
 
 def _may_be_model_or_data(entry: os.DirEntry[str]) -> bool:
-    return entry.name.lower().endswith((".gguf", *_DATA_SUFFIXES)) or entry.is_dir()
+    return entry.name.lower().endswith((".gguf", *DATA_SUFFIXES)) or entry.is_dir()
 
 
 def model_dtype(path: Path) -> str | None:

@@ -14,7 +14,14 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from dslaunch.config.overrides import Override, put_flag, put_override
-from dslaunch.config.problems import explain_errors, repair_numbers
+from dslaunch.config.problems import (
+    RepairedNumber,
+    explain_errors,
+    note_repairs,
+    repair_numbers,
+    set_value,
+    to_number,
+)
 from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec
 from dslaunch.config.yaml_tree import Tree, key_text, parse_yaml
@@ -50,6 +57,10 @@ class LoadedSpec(Generic[S]):
         written = self._written(key)
         return self.lines[written] if written else 0
 
+    def given(self, key: str) -> bool:
+        """Whether the file or a flag sets ``key`` itself, not only a section around it."""
+        return key in self.positions or key.replace("[0]", "") in self.positions
+
     def _written(self, key: str) -> str:
         while key:
             for spelling in (key, key.replace("[0]", "")):  # one source may stand without a list
@@ -69,10 +80,27 @@ def load_run_file(
     from ``path`` (stdin). Raises ConfigError(s) with file, line and key path.
     """
     content = _read(path) if text is None else text
-    tree = parse_yaml(content.removeprefix(_BOM), str(path))
-    notes = [f"{path}: the byte order mark before the text is skipped"] if content.startswith(_BOM) else []
     base_dir = path.resolve().parent if text is None else Path.cwd()
-    return _load(RunSpec, tree, overrides, flags, base_dir, notes)
+    try:
+        tree = parse_yaml(content.removeprefix(_BOM), str(path))
+        if content.startswith(_BOM):
+            tree.problems.append((1, _bom_problem(str(path))))
+        return _load(RunSpec, tree, overrides, flags, base_dir)
+    except ConfigError as error:
+        from dslaunch.config.not_a_run_file import explain_text
+
+        if overrides and not content.strip():
+            raise  # the command line stands for the whole file
+        raise explain_text(content.removeprefix(_BOM), str(path)) or error from None
+
+
+def _bom_problem(name: str) -> ConfigError:
+    from dslaunch.core.command import quote
+
+    return ConfigError(
+        f"{name}:1: a byte order mark (BOM) stands before the text",
+        hint=f"save the file as UTF-8 without BOM, or: sed -i '1s/^\\xEF\\xBB\\xBF//' {quote(name)}",
+    )
 
 
 def load_flags(overrides: Sequence[str] = (), flags: Sequence[Override] = ()) -> LoadedSpec[EngineSpec]:
@@ -83,6 +111,10 @@ def load_flags(overrides: Sequence[str] = (), flags: Sequence[Override] = ()) ->
 def _read(path: Path) -> str:
     try:
         data = path.read_bytes()
+    except IsADirectoryError:
+        from dslaunch.config.not_a_run_file import explain_directory
+
+        raise explain_directory(path) from None
     except FileNotFoundError:
         raise ConfigError(f"run file not found: {path} (in {Path.cwd()})", hint=_nearest_file(path)) from None
     except OSError as error:
@@ -95,8 +127,11 @@ def decode(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
+        from dslaunch.config.not_a_run_file import explain_bytes
+
         line = data[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{name}:{line}: not UTF-8 text", hint="save the file as UTF-8") from None
+        plain = ConfigError(f"{name}:{line}: not UTF-8 text", hint="save the file as UTF-8")
+        raise explain_bytes(data, name) or plain from None
 
 
 def _nearest_file(path: Path) -> str | None:
@@ -116,7 +151,6 @@ def _load(
     overrides: Sequence[str],
     flags: Sequence[Override],
     base_dir: Path,
-    notes: Sequence[str] = (),
 ) -> LoadedSpec[S]:
     for text in overrides:
         with _collecting(tree):
@@ -126,13 +160,13 @@ def _load(
             put_flag(tree, flag)
     _drop_extensions(tree)
     _prefer_flags(tree)
-    spec, more = _validate(kind, tree)
+    spec, repaired = _validate(kind, tree)
     if tree.problems:
         raise ConfigErrors([error for _, error in sorted(tree.problems, key=lambda item: item[0])])
     assert spec is not None
     positions = {key_text(path): mark.source for path, mark in tree.marks.items()}
     lines = {key_text(path): mark.line for path, mark in tree.marks.items()}
-    return LoadedSpec(spec, positions, lines, (*notes, *more), base_dir)
+    return LoadedSpec(spec, positions, lines, tuple(note_repairs(repaired, tree.name)), base_dir)
 
 
 @contextmanager
@@ -165,8 +199,8 @@ def _without_plugins() -> Iterator[None]:
         del sys.modules[name]
 
 
-def _validate(kind: type[S], tree: Tree) -> tuple[S | None, list[str]]:
-    notes = repair_numbers_in_free_text(tree)
+def _validate(kind: type[S], tree: Tree) -> tuple[S | None, list[RepairedNumber]]:
+    noted = repair_numbers_in_free_text(tree)
     try:
         with _without_plugins():
             kind.model_rebuild()
@@ -174,24 +208,22 @@ def _validate(kind: type[S], tree: Tree) -> tuple[S | None, list[str]]:
         kind.model_rebuild(force=True)
     for attempt in (1, 2):
         try:
-            return kind.model_validate(tree.value), notes
+            return kind.model_validate(tree.value), noted
         except ValidationError as error:
             found = error.errors(include_url=False, include_context=True)
             if attempt == 1:
                 repaired, more = repair_numbers(tree, found)
-                notes += more
+                noted += more
                 if repaired:
                     continue
             tree.problems += explain_errors(kind, tree, found)
-            return None, notes
-    return None, notes
+            return None, noted
+    return None, noted
 
 
-def repair_numbers_in_free_text(tree: Tree) -> list[str]:
+def repair_numbers_in_free_text(tree: Tree) -> list[RepairedNumber]:
     """Under ``deepspeed:``, where any type goes: unquoted ``1e-5`` is a number, ``5.0e+8`` a whole one."""
-    from dslaunch.config.problems import set_value, to_number
-
-    notes = []
+    noted = []
     for path, mark in list(tree.marks.items()):
         if path[0] != "deepspeed" or mark.quoted or not mark.text:
             continue
@@ -200,9 +232,9 @@ def repair_numbers_in_free_text(tree: Tree) -> list[str]:
         if number is None or not isinstance(value, (str, float)):
             continue
         set_value(tree, path, number)
-        if isinstance(value, str):
-            notes.append(f"{mark.source}: {key_text(path)}: read {mark.text} as the number {number}")
-    return notes
+        if isinstance(value, str) and mark.line:
+            noted.append(RepairedNumber(key_text(path), mark, number))
+    return noted
 
 
 def _get(value: Any, path: Iterable[str | int]) -> Any:

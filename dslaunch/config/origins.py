@@ -69,7 +69,7 @@ def _origin(key: str, value: Any, report: Report) -> Origin:
         return report.reasons[key]
     written = _RENAMED.get(key, key)
     for name in _spellings(written):
-        if report.given(name):
+        if name in report.loaded.positions:
             return Origin(reason="as written", source=report.loaded.positions[name])
     if key in _DERIVED:
         return Origin(reason=_DERIVED[key], source="derived")

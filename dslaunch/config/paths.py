@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dslaunch.config.facts import Facts, PathFact, is_hub_key, looks_like_path, written_paths
 from dslaunch.config.report import Report
+from dslaunch.core.data_files import describe_data_suffixes, is_data_file
 from dslaunch.core.model_path import is_gguf
 
 # How alike (difflib's ratio) a name and an existing one are where it can only be a typing mistake.
@@ -30,7 +31,8 @@ def check_hub_id(key: str, text: str, fact: PathFact, report: Report) -> None:
     if looks_like_path(text) or is_gguf(text) or fact.parent_exists:
         fail_missing(key, text, fact, report)
     elif fact.nearest is None:
-        return
+        if "/" not in text and key.startswith("data."):  # most data of the hub has its owner's name before it
+            report.note(f"{report.loaded.where(key)}{key}: there is no {text} here; it is taken for a hub id")
     elif "/" not in text and _likeness(text, Path(fact.nearest).name) >= _NEAR_MISS:
         message = f"{key}: there is no {text} here, but there is {fact.nearest}"
         hint = f"write that name; for a model or dataset of the hub write its owner too: owner/{text}"
@@ -38,6 +40,19 @@ def check_hub_id(key: str, text: str, fact: PathFact, report: Report) -> None:
     else:
         where = report.loaded.where(key)
         report.note(f"{where}{key}: {text} is taken for a hub id; there is also {fact.nearest}")
+
+
+def check_data_file(key: str, text: str, fact: PathFact, report: Report) -> None:
+    """Record a problem where the file ``text`` cannot be read as data."""
+    if fact.fault is None:
+        return
+    hint = None
+    if not is_data_file(text):
+        shape = f"{key.removesuffix('.path')}.format"
+        hint = (
+            f"write it as {describe_data_suffixes()}; {shape} names the keys of its records, not its ending"
+        )
+    report.fail(key, f"{key}: {text} {fact.fault}", hint)
 
 
 def fail_missing(key: str, what: str, fact: PathFact, report: Report) -> None:

@@ -6,50 +6,16 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
+from dslaunch.config.synonyms import known_key, known_value
 from dslaunch.config.yaml_tree import KeyPath, Mark, Tree, key_text
 from dslaunch.core.errors import ConfigError
 
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?")
-
-# What users know from other tools -> the name here. Only where the nearest spelling would not find it.
-_SYNONYMS = {
-    "learning_rate": "optimizer.lr",
-    "lr": "optimizer.lr",
-    "optimizer.params.lr": "optimizer.lr",
-    "max_grad_norm": "gradient_clipping",
-    "grad_clip": "gradient_clipping",
-    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
-    "micro_batch_size": "train_micro_batch_size_per_gpu",
-    "batch_size": "train_batch_size",
-    "epochs": "num_train_epochs",
-    "num_epochs": "num_train_epochs",
-    "warmup_ratio": "scheduler.warmup_ratio",
-    "warmup_steps": "scheduler.warmup_steps",
-    "lr_scheduler_type": "scheduler.type",
-    "bf16": "precision",
-    "dtype": "precision",
-    "model_name_or_path": "model.path",
-    "max_seq_length": "data.max_length",
-    "max_length": "data.max_length",
-    "packing": "data.packing",
-    "lora": "adapter",
-    "dataset": "data.train",
-    "output_dir": "output.run_dir",
-    "zero_stage": "zero_optimization.stage",
-    "weight_decay": "optimizer.params.weight_decay",
-    "optimizer.weight_decay": "optimizer.params.weight_decay",
-    "optimizer.betas": "optimizer.params.betas",
-    "optimizer.eps": "optimizer.params.eps",
-    "num_gpus": "cluster.num_gpus_per_node",
-    "fp16.enabled": "precision",
-    "adapter.alpha": "adapter.lora_alpha",
-    "adapter.dropout": "adapter.lora_dropout",
-    "adapter.rank": "adapter.r",
-}
 
 
 def to_number(text: str, *, whole: bool | None) -> int | float | None:
@@ -75,13 +41,33 @@ def to_number(text: str, *, whole: bool | None) -> int | float | None:
     return None if whole else number
 
 
-def repair_numbers(tree: Tree, errors: Sequence[Any]) -> tuple[bool, list[str]]:
+@dataclass(frozen=True)
+class RepairedNumber:
+    """An unquoted text of the run file that was read as a number."""
+
+    key: str
+    mark: Mark
+    number: int | float
+
+
+def note_repairs(repaired: Sequence[RepairedNumber], name: str) -> list[str]:
+    """One note for all of them, in the order of the file ``name``; none where there are none."""
+    if not repaired:
+        return []
+    first, *others = sorted(repaired, key=lambda each: each.mark.line)
+    if not others:
+        return [f"{first.mark.source}: {first.key}: read {first.mark.text} as the number {first.number}"]
+    each = [f"{one.key} {one.mark.text} (line {one.mark.line})" for one in (first, *others)]
+    return [f"{name}: read as numbers, though they are text to YAML: {', '.join(each)}"]
+
+
+def repair_numbers(tree: Tree, errors: Sequence[Any]) -> tuple[bool, list[RepairedNumber]]:
     """Replace unquoted text that YAML did not read as the number it is.
 
-    Returns whether anything was replaced, and a note for each in a file (on the
+    Returns whether anything was replaced, and what of it stands in the file (on the
     command line nobody expects YAML's rules, so there is nothing to say).
     """
-    repaired, notes = False, []
+    repaired, noted = False, []
     for error in errors:
         if error["type"] not in ("int_type", "float_type"):
             continue
@@ -96,8 +82,8 @@ def repair_numbers(tree: Tree, errors: Sequence[Any]) -> tuple[bool, list[str]]:
         set_value(tree, path, number)
         repaired = True
         if mark.line and isinstance(error["input"], str):
-            notes.append(f"{mark.source}: {key_text(path)}: read {mark.text} as the number {number}")
-    return repaired, notes
+            noted.append(RepairedNumber(key_text(path), mark, number))
+    return repaired, noted
 
 
 def set_value(tree: Tree, path: KeyPath, value: Any) -> None:
@@ -183,7 +169,7 @@ def _sentence(
     shown = _shown(first["input"], mark)
     if mark is not None and (trap := _yaml_trap(first["input"], mark, wanted, key)):
         return trap[0], _KEY_HINTS.get(key, trap[1])
-    hint = _KEY_HINTS.get(key) or _rounding_hint(key, first) or _literal_hint(first)
+    hint = _KEY_HINTS.get(key) or _rounding_hint(key, first) or _literal_hint(key, first)
     return f"{key}: {shown} is not {wanted}", hint
 
 
@@ -241,7 +227,10 @@ _MAPPING = "a mapping of keys to values"
 _KEY_HINTS = {
     "cluster.gpu": "name a device, such as a100 or cpu, or leave cluster.gpu out",
     "output.report_to": "write tensorboard, wandb or mlflow, or leave report_to out",
+    "fp16": "choose 16 bit with precision: fp16; this section holds its loss scale",
     "fp16.loss_scale": "write dynamic, or one fixed number > 0",
+    "zero_optimization.stage": "stage 3 shards all there is; offload_optimizer and offload_param save more",
+    "deepspeed": "write the keys of the DeepSpeed JSON themselves here, as a mapping",
 }
 _LENGTHS = {
     "too_short": "a list with enough entries",
@@ -278,38 +267,50 @@ def _rounding_hint(key: str, error: Any) -> str | None:
     return f"write {key.rpartition('.')[2]}: {round(value)}" if abs(value) < 2**53 else None
 
 
-def _literal_hint(error: Any) -> str | None:
-    if error["type"] != "literal_error" or not isinstance(error["input"], str):
+def _literal_hint(key: str, error: Any) -> str | None:
+    if error["type"] != "literal_error" or not isinstance(error["input"], (str, int)):
         return None
+    value = str(error["input"])
     choices = re.findall(r"'([^']+)'", str(error["ctx"]["expected"]))
-    near = _nearest(error["input"], choices)
+    near = known_value(key, value) or _nearest(value, choices)
     return f"did you mean {near}?" if near else None
 
 
 def _unknown_key(kind: type[BaseModel], path: KeyPath) -> tuple[str, str | None]:
     key, last = key_text(path), str(path[-1])
-    if near := _near_sibling(kind, path):
+    meant, names = _meant_key(kind, path), _names(path)
+    if meant is not None and meant.split(".")[:-1] == list(names[:-1]) and known_key(".".join(names)) is None:
+        near = meant.rpartition(".")[2]
         return f"unknown key {key}; did you mean {near}?", f"write {near} in place of {last}"
-    if (target := _meant_key(kind, path)) is not None:
-        return f"unknown key {key}; it is called {target} here", f"write it as {target}"
+    if meant is not None:
+        return f"unknown key {key}; it is called {meant} here", _move_hint(meant)
     if "." in last:
         return f"unknown key {key}", f"nest it: {last.replace('.', ': ')} in separate lines"
-    section, siblings = key_text(path[:-1]) or "the top level", fields_at(kind, _names(path)[:-1])
+    section, siblings = key_text(path[:-1]) or "the top level", fields_at(kind, names[:-1])
     return f"unknown key {key}", f"{section} takes: {', '.join(siblings)}" if siblings else None
 
 
+def _move_hint(meant: str) -> str:
+    section, _, name = meant.rpartition(".")
+    return f"write {name} in the section {section}" if section else f"write it as {name}, at the top level"
+
+
 def _meant_key(kind: type[BaseModel], path: KeyPath) -> str | None:
-    """The key that an unknown one most likely means, from the top; None where nothing is near."""
-    names = _names(path)
-    if near := _near_sibling(kind, path):
-        return ".".join((*names[:-1], near))
-    same_name = (key for key in _all_keys(kind) if key.rpartition(".")[2] == names[-1])
-    return _SYNONYMS.get(".".join(names)) or next(same_name, None)
+    """The key that an unknown one most likely means, from the top; None where nothing is near.
 
-
-def _near_sibling(kind: type[BaseModel], path: KeyPath) -> str | None:
+    A name that another tool has comes first, then a key of that very name in another
+    section (where only one has it), then the nearest name of the same section.
+    """
     names = _names(path)
-    return None if ".".join(names) in _SYNONYMS else _nearest(names[-1], fields_at(kind, names[:-1]))
+    synonym = known_key(".".join(names))
+    keys = _all_keys(kind)
+    if synonym in keys:
+        return synonym
+    same_name = [key for key in keys if key.rpartition(".")[2] == names[-1]]
+    if len(same_name) == 1:
+        return same_name[0]
+    near = _nearest(names[-1], fields_at(kind, names[:-1]))
+    return ".".join((*names[:-1], near)) if near else next(iter(same_name), None)
 
 
 def _names(path: KeyPath) -> tuple[str, ...]:

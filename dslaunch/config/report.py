@@ -49,7 +49,7 @@ class Report:
 
     def given(self, key: str) -> bool:
         """Whether the run file or a flag sets ``key`` itself."""
-        return key in self.loaded.positions
+        return self.loaded.given(key)
 
     def raise_if_any(self) -> None:
         """Raise all problems so far, in file order."""

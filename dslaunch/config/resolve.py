@@ -10,7 +10,7 @@ from dslaunch.config.facts import Facts
 from dslaunch.config.hosts import ResolvedHosts
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.origins import build_origins
-from dslaunch.config.paths import check_hub_id, fail_missing
+from dslaunch.config.paths import check_data_file, check_hub_id, fail_missing
 from dslaunch.config.render import render_ds_config
 from dslaunch.config.report import Report
 from dslaunch.config.secrets import check_env
@@ -151,6 +151,7 @@ class _Parts:
             kind: Literal["file", "directory", "hub"] = "hub"
         else:
             kind = fact.kind
+            check_data_file(f"{key}.path", spec.path, fact, self.report)
         path = spec.path if kind == "hub" else fact.absolute
         if kind == "file" and self.report.given(f"{key}.split"):
             self.report.fail(f"{key}.split", f"{key}.split has no effect on a file", "remove split")

@@ -40,3 +40,12 @@ def test_nothing_to_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "--prompt" in capsys.readouterr().err
     assert main(["generate", str(tmp_path), "--prompt", "-", "--prompt", "-"]) == 2
     assert "only once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompt", ["", " \n", "-"])
+def test_an_empty_prompt(
+    tmp_path: Path, prompt: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert main(["generate", str(tmp_path), "--prompt", prompt]) == 2
+    assert "empty" in capsys.readouterr().err

@@ -109,3 +109,14 @@ def test_bf16_at_stage_0_is_summed_as_our_worker_does(capsys: pytest.CaptureFixt
     lines = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines() if line}
     assert lines["dtypes.adapter"] == lines["dtypes.communication"] == "bf16"
     assert lines["dtypes.gradient_accumulation"] == "fp32"
+
+
+@pytest.mark.parametrize("written", ["a100", None])
+def test_a_wrong_flag_is_blamed_and_not_the_run_file(
+    here: Path, capsys: pytest.CaptureFixture[str], written: str | None
+) -> None:
+    if written is not None:
+        text = RUN.replace("num_gpus_per_node: 2", f"num_gpus_per_node: 2, gpu: {written}")
+        (here / "run.yaml").write_text(text)
+    assert main(["plan", "run.yaml", "--gpu", "a1000"]) == 2
+    assert capsys.readouterr().err.startswith("Error: --gpu: unknown device 'a1000'\n")

@@ -44,13 +44,44 @@ def test_kinds_of_paths(tmp_path: Path) -> None:
     assert facts.paths["output.run_dir"].absolute == str(tmp_path / "out/r")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("a.csv", "x", "has none of the endings that are read as data"),
+        ("a.jsonl.zst", "x", "has none of the endings that are read as data"),
+        ("a", "x", "has none of the endings that are read as data"),
+        ("a.jsonl", "", "is empty"),
+        ("a.JSON", "[]", None),
+        ("a.ndjson.gz", "x", None),
+        ("a.parquet", "x", None),
+    ],
+)
+def test_what_keeps_a_file_from_being_data(tmp_path: Path, name: str, text: str, fault: str | None) -> None:
+    (tmp_path / name).write_text(text)
+    assert probe(tmp_path, f"model: m\ndata: {{train: {name}}}\n").paths["data.train[0].path"].fault == fault
+
+
 def test_a_hub_id_is_missing_without_a_parent(tmp_path: Path) -> None:
     fact = probe(tmp_path, "model: org/model\ndata: {train: org/d}\n").paths["model.path"]
     assert (fact.kind, fact.parent_exists, fact.nearest) == ("missing", False, None)
 
 
 @pytest.mark.parametrize(
-    "text", ["./m", "../m", "/m", "~/m", "a/b/c", "m.gguf", "x.jsonl", "x.parquet", "a\\b"]
+    "text",
+    [
+        "./m",
+        "../m",
+        "/m",
+        "~/m",
+        "a/b/c",
+        "m.gguf",
+        "x.jsonl",
+        "x.parquet",
+        "a\\b",
+        "x.csv",
+        "x.TXT",
+        "o/x.zst",
+    ],
 )
 def test_what_can_only_be_a_path(text: str) -> None:
     assert looks_like_path(text)

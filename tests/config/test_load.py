@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from dslaunch.config.load import load_run_file
-from dslaunch.core.errors import ConfigError
+from dslaunch.core.errors import ConfigError, ConfigErrors
 from tests.config.build import SMALL, load, only, problems
+
+
+def without(written: str) -> str:
+    """The smallest file, with an empty line in place of the key that ``written`` gives anew."""
+    key = written.partition(":")[0]
+    return "".join("\n" if line.startswith(f"{key}:") else line for line in SMALL.splitlines(True))
 
 
 def test_the_smallest_file() -> None:
@@ -88,7 +95,19 @@ def test_numbers_in_raw_overrides_are_numbers_too() -> None:
     found = loaded.spec.deepspeed
     assert found == {"aio": {"block_size": 1_000_000}, "x": "1e6", "list": (1e-3, "a"), "y": 500_000_000}
     assert type(found["y"]) is int
-    assert len(loaded.notes) == 2
+    assert loaded.notes == (
+        "run.yaml: read as numbers, though they are text to YAML:"
+        " deepspeed.aio.block_size 1e6 (line 5), deepspeed.list[0] 1e-3 (line 7)",
+    )
+
+
+def test_all_unquoted_numbers_of_a_file_are_one_note() -> None:
+    text = SMALL + "deepspeed: {x: 1e6}\noptimizer: {lr: 1e-4, params: {eps: 1e-8}}\n"
+    (note,) = load(text, "optimizer.params.weight_decay=1e-2").notes
+    assert note.endswith(
+        ": deepspeed.x 1e6 (line 4), optimizer.lr 1e-4 (line 5), optimizer.params.eps 1e-8 (line 5)"
+    )
+    assert load(SMALL, "deepspeed.x=1e6").notes == ()
 
 
 @pytest.mark.parametrize(
@@ -147,12 +166,29 @@ def test_numbers_in_raw_overrides_are_numbers_too() -> None:
         ("train_micro_batch_size_per_gpu: 0", "train_micro_batch_size_per_gpu: 0 is not > 0", None),
         ("cluster: {master_port: 70000}", "cluster.master_port: 70000 is not <= 65535", None),
         ("adapter: {lora_dropout: 1}", "adapter.lora_dropout: 1 is not < 1", None),
+        (
+            "precision: float16",
+            "precision: float16 is not one of auto, bf16, fp16, fp32",
+            "did you mean fp16?",
+        ),
+        ("precision: bfloat16", None, "did you mean bf16?"),
+        ("precision: 32", None, "did you mean fp32?"),
+        ("optimizer: {type: adamw_torch}", None, "did you mean AdamW?"),
+        ("data: {train: {path: d, format: sharegpt}}", None, "did you mean conversations?"),
+        ("model: {path: m, attn_implementation: flash_attn}", None, "did you mean flash_attention_2?"),
+        (
+            "zero_optimization: {stage: 4}",
+            "zero_optimization.stage: 4 is not one of 0, 1, 2, 3",
+            "stage 3 shards all there is; offload_optimizer and offload_param save more",
+        ),
+        ("fp16: true", None, "choose 16 bit with precision: fp16; this section holds its loss scale"),
+        ("deepspeed: ds.json", None, "write the keys of the DeepSpeed JSON themselves here, as a mapping"),
         ("name: a/b", None, None),
         ("output: {report_to: tensorbord}", None, None),
     ],
 )
 def test_a_wrong_value_says_what_is_meant(written: str, message: str | None, hint: str | None) -> None:
-    found, found_hint = only(SMALL + written + "\n")
+    found, found_hint = only(without(written) + written + "\n")
     assert found.startswith("run.yaml:4: ")
     if message is not None:
         assert found == f"run.yaml:4: {message}"
@@ -179,10 +215,17 @@ def test_a_wrong_value_says_what_is_meant(written: str, message: str | None, hin
         ),
         ("fp16: {}\nadapter: {R: 8}", "did you mean r?"),
         ("qqq: 1", "unknown key qqq"),
+        ("adapter: {lora_r: 8}", "it is called adapter.r here"),
+        ("lora_rank: 8", "it is called adapter.r here"),
+        ("save_steps: 8", "it is called output.save_steps here"),  # and not max_steps, which is near
+        ("data: {max_seq_length: 8, train: d}", "it is called data.max_length here"),
+        ("optimizer: {learning_rate: 1}", "it is called optimizer.lr here"),
+        ("eval_dataset: x", "it is called data.eval here"),
+        ("optimizer.lr: 1", "unknown key optimizer.lr"),
     ],
 )
 def test_an_unknown_key_names_the_right_one(written: str, message: str) -> None:
-    found, hint = only(SMALL + written + "\n")
+    found, hint = only(without(written) + written + "\n")
     assert message in found
     assert hint
 
@@ -211,13 +254,16 @@ def test_one_name_or_a_list() -> None:
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_bom_and_crlf_do_no_harm(tmp_path: Path, newline: str) -> None:
+def test_a_byte_order_mark_and_crlf_hide_no_other_problem(tmp_path: Path, newline: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_bytes(("\ufeff" + SMALL + "name: übung\nseed: x\n").replace("\n", newline).encode())
     with pytest.raises(ConfigError) as caught:
         load_run_file(file)
     assert "run.yaml:4: name: übung is not letters" in caught.value.format()
     assert "run.yaml:5: seed: x is not a whole number" in caught.value.format()
+    assert isinstance(caught.value, ConfigErrors)
+    assert len(caught.value.problems) == 3
+    assert caught.value.problems[0].message == f"{file}:1: a byte order mark (BOM) stands before the text"
 
 
 @pytest.mark.parametrize(
@@ -269,13 +315,8 @@ def test_a_missing_file_names_a_near_one(tmp_path: Path) -> None:
     assert caught.value.hint == f"did you mean {tmp_path / 'quickstart.yaml'}?"
 
 
-def test_a_directory_is_no_run_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read run file"):
-        load_run_file(tmp_path)
-
-
 def test_a_missing_key_names_the_file() -> None:
-    found = [message for message, _ in problems("")]
+    found = [message for message, _ in problems("seed: 1\n")]
     assert found == ["run.yaml: model is missing", "run.yaml: data is missing"]
     assert [m for m, _ in problems("optimizer: {}\n")] == found
 
@@ -286,10 +327,14 @@ def test_a_misspelt_key_is_not_reported_as_missing_too(line: str) -> None:
     assert found.startswith(f"run.yaml:1: unknown key {line.partition(':')[0]};")
 
 
-def test_a_byte_order_mark_is_noted(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
+def test_what_the_hint_says_takes_the_byte_order_mark_away(tmp_path: Path) -> None:
+    file = tmp_path / "my run.yaml"
     file.write_bytes(("\ufeff" + SMALL).encode())
-    assert load_run_file(file).notes == (f"{file}: the byte order mark before the text is skipped",)
+    with pytest.raises(ConfigError) as caught:
+        load_run_file(file)
+    assert caught.value.hint is not None
+    subprocess.run(["bash", "-c", caught.value.hint.partition("or: ")[2]], check=True)
+    assert file.read_bytes() == SMALL.encode()
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,39 @@ def test_data_sources() -> None:
     ]
 
 
+@pytest.mark.parametrize("written", ["{path: a.jsonl, split: y}", "[{path: a.jsonl, split: y}]"])
+def test_a_split_of_a_file_is_refused(written: str) -> None:
+    text = f"model: m\ntrain_batch_size: 2\ndata: {{train: {written}}}\n"
+    fact = PathFact("file", "/d/a.jsonl")
+    found = problems(text, paths={"data.train[0].path": fact})
+    assert found == ["run.yaml:3: data.train[0].split has no effect on a file"]
+
+
+def test_a_file_that_is_not_read_as_data_is_refused_with_what_is() -> None:
+    text = "model: m\ntrain_batch_size: 2\ndata:\n  train: org/d\n  eval:\n    - ./x.csv\n"
+    fact = PathFact("file", "/d/x.csv", fault="has none of the endings that are read as data")
+    with pytest.raises(ConfigErrors) as caught:
+        plan_of(text, paths={"data.eval[0].path": fact})
+    (problem,) = caught.value.problems
+    expected = "run.yaml:6: data.eval[0].path: ./x.csv has none of the endings that are read as data"
+    assert problem.message == expected
+    assert problem.hint == (
+        "write it as .jsonl, .ndjson or .json (each also .gz) or .parquet;"
+        " data.eval[0].format names the keys of its records, not its ending"
+    )
+
+
+def test_data_without_an_owner_is_taken_for_a_hub_id_aloud() -> None:
+    notes = resolved("model: m\ndata: {train: squad}\ntrain_batch_size: 8\n")[1]
+    assert "run.yaml:2: data.train[0].path: there is no squad here; it is taken for a hub id" in notes
+    assert not any("hub id" in note for note in resolved(SMALL)[1])
+
+
+def test_an_unknown_device_is_reported_where_it_was_named() -> None:
+    found = problems(SMALL + "seed: 1\ncluster: {num_gpus_per_node: 2, gpu: a1000}\n")
+    assert found == ["run.yaml:5: unknown device 'a1000'"]
+
+
 def test_all_semantic_problems_at_once() -> None:
     found = problems(
         """\

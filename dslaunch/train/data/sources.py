@@ -13,14 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+from dslaunch.core.data_files import JSON, JSON_LINES, PARQUET, describe_data_suffixes
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady, one_line
 from dslaunch.core.plan import DataSource
 from dslaunch.train.data.json_array import iterate_json_array
 from dslaunch.train.data.records import Record
 
-JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-JSON = (".json", ".json.gz")
-PARQUET = (".parquet",)
 _PARQUET_BATCH_ROWS = 256
 
 
@@ -98,7 +96,7 @@ def _iterate_file(path: Path) -> Iterator[Record]:
     else:
         raise ConfigError(
             f"data file {path} has none of the endings dslaunch reads",
-            hint="use " + ", ".join((*JSON_LINES, *JSON, *PARQUET)),
+            hint=f"write it as {describe_data_suffixes()}",
         )
 
 

@@ -1,0 +1,111 @@
+"""What a file is that cannot be read as a run file, for the message. Looked at only after that failed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from dslaunch.core.command import quote
+from dslaunch.core.data_files import JSON_LINES, PARQUET
+from dslaunch.core.errors import ConfigError
+
+_BINARY = {
+    b"PAR1": "a parquet file",
+    b"GGUF": "a .gguf model",
+    b"PK\x03\x04": "a zip file",
+    b"\x1f\x8b": "gzip",
+}
+_DATA = (*JSON_LINES, *PARQUET, ".csv", ".tsv", ".txt")
+_DATA_HINT = "a run file names it under data.train; see examples/quickstart.yaml"
+_START_HINT = "examples/quickstart.yaml is one to start from; docs/run-file.md has every key"
+
+
+def explain_directory(path: Path) -> ConfigError:
+    """The error for a directory that was given as run file."""
+    word = quote(str(path))
+    if (path / "plan.json").is_file():
+        hint = f"it holds a run: dslaunch launch --plan {word}/plan.json runs that again"
+    elif (path / "config.json").is_file():
+        hint = "it holds a model, which a run file names under model.path"
+    elif found := sorted([*path.glob("*.yaml"), *path.glob("*.yml")]):
+        hint = f"did you mean {' or '.join(map(str, found[:3]))}?"
+    else:
+        hint = _START_HINT
+    return ConfigError(f"{path} is a directory, not a run file", hint=hint)
+
+
+def explain_bytes(data: bytes, name: str) -> ConfigError | None:
+    """The error for what is no text at all; None for text in some encoding."""
+    for magic, what in _BINARY.items():
+        if data.startswith(magic):
+            return ConfigError(f"{name} is {what}, not a run file", hint=_START_HINT)
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        fix = f"iconv -f UTF-16 -t UTF-8 {quote(name)} > NEW.yaml"
+        return ConfigError(f"{name}:1: UTF-16 text; a run file is UTF-8", hint=fix)
+    if b"\0" in data[:4096]:
+        return ConfigError(f"{name} is a binary file, not a run file", hint=_START_HINT)
+    return None
+
+
+def explain_text(text: str, name: str) -> ConfigError | None:
+    """The error for a text that is something else than a run file; None where it may be meant as one."""
+    from dslaunch.config.check.files import find_kind
+
+    if not text.strip():
+        return ConfigError(f"{name} is empty; a run file needs model and data", hint=_START_HINT)
+    if text.lstrip()[:1] in ("{", "["):
+        return _explain_json(text, name)
+    kind = find_kind(name, text)
+    if kind == "batch-script":
+        return ConfigError(f"{name}: this is a script, not a run file", hint=_command_hint(name))
+    if kind == "hostfile":
+        return ConfigError(f"{name}: this is a hostfile, not a run file", hint=f"--hostfile {quote(name)}")
+    if name.lower().endswith(_DATA) and not re.search(r"^(model|data)\s*:", text, re.MULTILINE):
+        return ConfigError(f"{name}: this is data, not a run file", hint=_DATA_HINT)
+    return None
+
+
+def _explain_json(text: str, name: str) -> ConfigError | None:
+    value = _read(text)
+    if value is None and isinstance(_read(text.lstrip().split("\n", 1)[0]), dict):
+        return ConfigError(f"{name}: this is data (JSON lines), not a run file", hint=_DATA_HINT)
+    if isinstance(value, list):
+        return ConfigError(f"{name}: this is data (a JSON array), not a run file", hint=_DATA_HINT)
+    return _explain_mapping(value, name) if isinstance(value, dict) else None
+
+
+def _explain_mapping(value: dict[str, Any], name: str) -> ConfigError | None:
+    from dslaunch.config.check import looks_like_deepspeed
+
+    word = quote(name)
+    if {"schema_version", "launch"} <= value.keys():
+        what, hint = "a recorded plan", f"dslaunch launch --plan {word}"
+    elif "model" in value or "data" in value:
+        return None  # a run file may be written as JSON
+    elif "model_type" in value or "architectures" in value:
+        what = "a model's config.json"
+        hint = f"a run file names its directory under model; dslaunch plan --model {word} plans its memory"
+    elif looks_like_deepspeed(value):
+        what = "a DeepSpeed config"
+        hint = f"dslaunch check {word} looks at it; a run file has its keys, and model and data beside them"
+    elif name.lower().endswith(JSON_LINES):
+        what, hint = "data (JSON lines)", _DATA_HINT
+    else:
+        return None
+    return ConfigError(f"{name}: this is {what}, not a run file", hint=hint)
+
+
+def _read(text: str) -> Any:
+    """The value of JSON as DeepSpeed reads it (hjson); None where it is none."""
+    from dslaunch.config.hjson_reader import HjsonError, read_hjson
+
+    try:
+        return read_hjson(text).value
+    except (HjsonError, RecursionError):
+        return None
+
+
+def _command_hint(name: str) -> str:
+    interpreter = "python" if name.endswith(".py") else "bash"
+    return f"dslaunch launch --num-gpus-per-node N -- {interpreter} {quote(name)}"

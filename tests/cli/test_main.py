@@ -1,0 +1,57 @@
+"""What surrounds every verb: closed streams, files that cannot be read; never a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = "model: org/model\ndata: {train: org/data}\ntrain_batch_size: 8\nprecision: fp32\n"
+
+
+def shell(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A line of bash in which ``$DSLAUNCH`` is the command; stdin is no terminal."""
+    command = f"{sys.executable} -m dslaunch"
+    return subprocess.run(
+        ["bash", "-c", line.replace("$DSLAUNCH", command)],
+        cwd=cwd, env={**os.environ, "DS_ACCELERATOR": "cpu"}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "verb", ["plan -", "gen-config -", "launch - --dry-run", "generate . --prompt -", "check -"]
+)
+def test_a_closed_stdin_reads_as_empty(tmp_path: Path, verb: str) -> None:
+    done = shell(f"$DSLAUNCH {verb} <&-", tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "internal error" not in done.stderr
+    said = done.stdout if verb == "check -" else done.stderr
+    assert "neither" in said if verb == "check -" else "empty" in said
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_ranks_start_with_closed_streams(tmp_path: Path, closed: str) -> None:
+    done = shell(f"$DSLAUNCH launch --num-gpus-per-node 1 --run-dir r -- echo hi {closed}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "r/logs/rank-0.log").read_text() == "hi\n"
+    assert done.stdout == ("" if ">&-" in closed.split() else "hi\n")
+
+
+def test_what_is_said_on_a_closed_stderr_does_not_come_on_stdout(tmp_path: Path) -> None:
+    done = shell("$DSLAUNCH plan nowhere.yaml 2>&-", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+@pytest.mark.parametrize("verb", ["plan", "gen-config", "launch", "check"])
+def test_a_file_that_may_not_be_read(tmp_path: Path, verb: str) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "run.yaml").chmod(0)
+    done = shell(f"$DSLAUNCH {verb} run.yaml", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "Error: cannot read run file run.yaml: Permission denied\n" or verb == "check"
+    assert "Permission denied" in done.stderr
