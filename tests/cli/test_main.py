@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.machine import CANNOT_RUN
 
 RUN = "model: org/model\ndata: {train: org/data}\ntrain_batch_size: 8\nprecision: fp32\n"
 
@@ -46,12 +49,41 @@ def test_what_is_said_on_a_closed_stderr_does_not_come_on_stdout(tmp_path: Path)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+# Root reads and writes every file, unless it gives these two rights up.
+_PLAIN = "setpriv --bounding-set=-dac_override,-dac_read_search --inh-caps=-dac_override,-dac_read_search "
+AS_USER = _PLAIN if os.geteuid() == 0 else ""
+as_user = pytest.mark.skipif(
+    bool(AS_USER) and shutil.which("setpriv") is None, reason=f"{CANNOT_RUN}root without setpriv (util-linux)"
+)
+
+
+@as_user
 @pytest.mark.parametrize("verb", ["plan", "gen-config", "launch", "check"])
 def test_a_file_that_may_not_be_read(tmp_path: Path, verb: str) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
     (tmp_path / "run.yaml").chmod(0)
-    done = shell(f"$DSLAUNCH {verb} run.yaml", tmp_path)
+    done = shell(f"{AS_USER}$DSLAUNCH {verb} run.yaml", tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "Error: cannot read run file run.yaml: Permission denied\n" or verb == "check"
-    assert "Permission denied" in done.stderr
+    what = "" if verb == "check" else "run file "
+    assert done.stderr == f"Error: cannot read {what}run.yaml: Permission denied\n"
+
+
+@as_user
+def test_data_that_may_not_be_read(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(RUN.replace("org/data", "a.jsonl"))
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "a.jsonl").chmod(0)
+    done = shell(f"{AS_USER}$DSLAUNCH launch run.yaml", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "Error: run.yaml:2: data.train[0].path: a.jsonl may not be read by this user\n"
+    assert not (tmp_path / "runs").exists()
+
+
+@as_user
+@pytest.mark.parametrize("where", ["", "--run-dir ../ro/r", "--run-dir ."])
+def test_a_place_that_may_not_be_written(tmp_path: Path, where: str) -> None:
+    (tmp_path / "ro").mkdir(mode=0o555)
+    done = shell(f"cd ro; {AS_USER}$DSLAUNCH launch --num-gpus-per-node 1 {where} -- true", tmp_path)
+    assert done.returncode == 3
+    assert done.stderr.startswith("Error: cannot write the run directory ")
+    assert "no permission to write in" in done.stderr
