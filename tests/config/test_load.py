@@ -178,7 +178,7 @@ def test_all_unquoted_numbers_of_a_file_are_one_note() -> None:
         ("model: {path: m, attn_implementation: flash_attn}", None, "did you mean flash_attention_2?"),
         (
             "zero_optimization: {stage: 4}",
-            "zero_optimization.stage: 4 is not one of 0, 1, 2, 3",
+            "zero_optimization.stage: 4 is not one of auto, 0, 1, 2, 3",
             "stage 3 shards all there is; offload_optimizer and offload_param save more",
         ),
         ("fp16: true", None, "choose 16 bit with precision: fp16; this section holds its loss scale"),
