@@ -287,7 +287,7 @@ def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
     from dslaunch.config.memory.adapter import adapter_tensors
     from dslaunch.config.memory.architectures import dimensions, parameters
     from dslaunch.config.memory.items import CONVERT, UPDATE, rest_size, size_at
-    from dslaunch.config.memory.planner import rank_items
+    from dslaunch.config.memory.offload import rank_items
     from dslaunch.config.memory.setup import Setup, ZeroOptions, frozen_tensors
     from dslaunch.config.memory.tensors import ModelFacts
 

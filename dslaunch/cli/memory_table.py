@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from dslaunch.cli.plan_memory import Memory
     from dslaunch.config.memory.alternatives import Alternative
     from dslaunch.config.memory.items import Item
     from dslaunch.config.memory.planner import MemoryPlan
-    from dslaunch.config.memory.setup import Setup
 
 
-def table(setup: Setup, plan: MemoryPlan, alternatives: list[Alternative], shown: int) -> list[str]:
-    """What one device, one host and one checkpoint take, then the verdict and what else could be done."""
-    model = setup.model
+def table(memory: Memory, shown: int) -> list[str]:
+    """What a device, a host and a checkpoint take, what surprises, the verdict, what else could be done."""
+    setup, plan, model = memory.setup, memory.plan, memory.setup.model
     trained = f"{setup.numel:,} of {model.numel + (setup.numel if setup.method != 'full' else 0):,}"
     lines = [f"memory: {trained} parameters trained ({model.source}), ZeRO stage {setup.zero_stage}"]
     lines += ["each device:", *_items(plan.items)]
@@ -25,10 +25,15 @@ def table(setup: Setup, plan: MemoryPlan, alternatives: list[Alternative], shown
     ]
     if plan.outside:
         lines += ["beside the allocator (estimates):", *_items(plan.outside)]
-    lines += ["each host:", *_items(plan.host), f"  {'peak':<44} {gib(plan.host_peak_bytes)}"]
-    lines += [f"each checkpoint: {gib(plan.checkpoint_bytes).strip()}", *_verdict(plan, alternatives)]
-    lines += ["alternatives, best first:"] if alternatives else []
-    return lines + [_alternative(alternative) for alternative in alternatives[:shown]]
+    lines += ["each host:", *_items(plan.host)]
+    lines += [f"  {'peak':<44} {gib(plan.host_peak_bytes)}  {plan.host_phase}"]
+    lines += [
+        f"each checkpoint: {gib(plan.checkpoint_bytes).strip()}",
+        *_surprises(memory),
+        *_verdict(memory),
+    ]
+    lines += ["alternatives, best first:"] if memory.alternatives else []
+    return lines + [_alternative(alternative) for alternative in memory.alternatives[:shown]]
 
 
 def gib(size: int) -> str:
@@ -41,25 +46,65 @@ def _items(items: Sequence[Item]) -> list[str]:
     return [f"  {item.name:<44} {gib(item.size)}  {', '.join(item.when)}" for item in items]
 
 
-def _verdict(plan: MemoryPlan, alternatives: list[Alternative]) -> list[str]:
+def _surprises(memory: Memory) -> Iterator[str]:
+    from dslaunch.config.memory.surprises import surprises
+
+    for surprise in surprises(memory.setup, memory.plan):
+        yield f"note: {surprise.text}"
+        if surprise.setting:
+            key, value = surprise.setting
+            yield f"      {key}: {value} takes {gib(surprise.saves).strip()} off the peak"
+
+
+def _verdict(memory: Memory) -> list[str]:
+    plan = memory.plan
+    lines = [_device_verdict(plan)] if not plan.on_cpu else []
+    lines.append(_host_verdict(plan))
+    return lines if plan.fits is not False else lines + _what_would_fit(memory)
+
+
+def _device_verdict(plan: MemoryPlan) -> str:
+    total = gib(plan.total_bytes).strip()
+    if plan.capacity_bytes is None:
+        return f"needs {total} on each device; its size is not known"
+    capacity = gib(plan.capacity_bytes).strip()
+    if plan.device_fits:
+        return f"fits: {total} of {capacity} on each device"
+    return f"does not fit: {total} of {capacity} on each device; at {plan.phase}, {plan.binds} is the largest"
+
+
+def _host_verdict(plan: MemoryPlan) -> str:
+    total = gib(plan.host_peak_bytes).strip()
+    if plan.host_capacity_bytes is None:
+        return f"needs {total} of each host's RAM, which is not known: --host-memory-gib says"
+    capacity = gib(plan.host_capacity_bytes).strip()
+    if plan.host_fits:
+        return f"fits: {total} of {capacity} RAM on each host"
+    return (
+        f"does not fit: {total} of {capacity} RAM on each host; "
+        f"when {plan.host_phase}, {plan.host_binds} is the largest"
+    )
+
+
+def _what_would_fit(memory: Memory) -> list[str]:
     from dslaunch.config.memory.alternatives import nearest_that_fits
 
-    total = gib(plan.total_bytes).strip()
-    if plan.fits is None:
-        return [f"needs {total} on each device; its size is not known"]
-    capacity = gib(plan.capacity_bytes or 0).strip()
-    if plan.fits:
-        return [f"fits: {total} of {capacity} on each device"]
-    lines = [
-        f"does not fit: {total} of {capacity} on each device; at {plan.phase}, {plan.binds} is the largest"
-    ]
-    nearest = nearest_that_fits(alternatives)
-    if nearest is None:
-        return [*lines, "nothing tried here fits: use more or larger devices, or a shorter max_length"]
-    return [*lines, f"nearest that fits: {', '.join(nearest.changes)}"]
+    nearest = nearest_that_fits(memory.alternatives)
+    if nearest is not None:
+        device, host = (
+            gib(size).strip() for size in (nearest.plan.total_bytes, nearest.plan.host_peak_bytes)
+        )
+        where = f"{device} on each device, {host} of each host's RAM"
+        return [f"nearest that fits: {', '.join(nearest.changes)} ({where})"]
+    if not memory.larger:
+        return ["nothing tried here fits: neither shorter samples nor adapters nor 64 hosts like these"]
+    found = [f"  {', '.join(change.changes)} ({change.price})" for change in memory.larger]
+    return ["no stage, offload, checkpointing or micro-batch makes it fit; these would:", *found]
 
 
 def _alternative(alternative: Alternative) -> str:
     plan = alternative.plan
     word = {True: "fits", False: "does not fit", None: "needs"}[plan.fits]
-    return f"  {word:<13} {gib(plan.total_bytes)}  {', '.join(alternative.changes)} ({plan.binds})"
+    binds = alternative.binds()
+    where = f"{binds['item']}, host" if binds["where"] == "host" else binds["item"]
+    return f"  {word:<13} {gib(plan.total_bytes)}  {', '.join(alternative.changes)} ({where})"

@@ -27,6 +27,7 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "num_nodes": ("cluster", "num_nodes"),
     "num_gpus_per_node": ("cluster", "num_gpus_per_node"),
     "gpu": ("cluster", "gpu"),
+    "host_memory_gib": ("cluster", "host_memory_gib"),
     "master_addr": ("cluster", "master_addr"),
     "master_port": ("cluster", "master_port"),
     "model": ("model", "path"),
@@ -46,7 +47,7 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "offload_param": ("zero_optimization", "offload_param", "device"),
 }
 # Flags that a run file has no key for, and all that EngineSpec has none for.
-_SCRIPT_ONLY = ("method", "lora_r")
+_SCRIPT_ONLY = ("task", "precompute_ref_log_probs", "method", "lora_r")
 _TRAINING = (*_SCRIPT_ONLY, "max_length", "gradient_checkpointing", "attention")
 
 set_option = click.option(
@@ -108,6 +109,16 @@ def training_options(function: F) -> F:
     choice = click.Choice
     options = [
         click.option(
+            "--task",
+            type=choice(["sft", "dpo", "kto", "reward", "ppo"]),
+            help="What is trained for (no run file; default sft).",
+        ),
+        click.option(
+            "--precompute-ref-log-probs",
+            is_flag=True,
+            help="No reference model beside (dpo, kto; no run file).",
+        ),
+        click.option(
             "--method", type=choice(["full", "lora", "qlora"]), help="What is trained (no run file)."
         ),
         click.option(
@@ -128,6 +139,9 @@ def memory_options(function: F) -> F:
         ),
         zero_stage_option,
         click.option("--precision", metavar="P", help="auto, bf16, fp16 or fp32."),
+        click.option(
+            "--host-memory-gib", type=float, metavar="N", help="RAM of each host (default: known only here)."
+        ),
         training_options,
         click.option(
             "--train-micro-batch-size-per-gpu", type=int, metavar="N", help="Samples of one forward pass."
@@ -164,10 +178,10 @@ def run_file_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     from dslaunch.core.errors import ConfigError
 
     for name in _SCRIPT_ONLY:
-        if flags.get(name) is not None:
+        if flags.get(name):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for plans without a run file",
-                hint="set the adapter section of the run file, such as --set adapter.r=16",
+                hint="the run file has its own keys, such as adapter.r; leave the flag out",
             )
     kept = {name: value for name, value in flags.items() if name not in _SCRIPT_ONLY}
     kept["gradient_checkpointing"] = flags.get("gradient_checkpointing") or None

@@ -38,7 +38,7 @@ def command(
         plan, loaded = options.load_and_resolve_with_spec(
             run_file, set_=set_, run_dir=run_dir, **options.run_file_flags(flags)
         )
-        memory = plan_memory.memory_of_run(plan, loaded.spec.cluster.gpu)
+        memory = plan_memory.memory_of_run(plan, loaded)
         report = {**plan_report(plan), **plan_memory.memory_report(memory)}
         lines = [*plan_lines(plan), *plan_memory.memory_lines(memory)]
     if as_json:

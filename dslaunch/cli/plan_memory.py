@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dslaunch.config.facts import Facts
     from dslaunch.config.load import LoadedSpec
     from dslaunch.config.memory.alternatives import Alternative
+    from dslaunch.config.memory.larger_changes import LargerChange
     from dslaunch.config.memory.of_run import Training
     from dslaunch.config.memory.planner import MemoryPlan
     from dslaunch.config.memory.setup import Setup
@@ -33,10 +34,13 @@ class Memory:
     setup: Setup
     plan: MemoryPlan
     alternatives: list[Alternative]
+    larger: list[LargerChange]
 
 
-def memory_of_run(plan: RunPlan, gpu: Sequence[str] | None) -> Memory | None:
+def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
     """The memory of a run; None, with a note, where its model is not on this machine."""
+    from dslaunch.config.facts import probe_facts
+    from dslaunch.config.memory.capacity import host_gib
     from dslaunch.config.memory.of_run import setup_of_run
 
     path = _local_model(plan.model.kind, plan.model.path, plan.model.revision)
@@ -48,7 +52,10 @@ def memory_of_run(plan: RunPlan, gpu: Sequence[str] | None) -> Memory | None:
         setup = setup_of_run(plan, facts)
     except ConfigError as error:
         raise ConfigError(f"adapter: {error.message}", hint=error.hint) from None
-    return _plan(setup, _capacity(gpu, plan.launch.device_type))
+    launch, cluster = plan.launch, loaded.spec.cluster
+    world = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
+    host = host_gib(cluster, launch.topology.hosts, launch.device_type, world)
+    return _plan(setup, _capacity(cluster.gpu, launch.device_type), host)
 
 
 def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:
@@ -87,6 +94,7 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
     from dslaunch.config.engine_plan import resolve_engine
     from dslaunch.config.facts import model_dtype, probe_facts
     from dslaunch.config.load import load_flags
+    from dslaunch.config.memory.capacity import host_gib
     from dslaunch.config.memory.of_run import setup_of_config
     from dslaunch.config.precision import dtypes
     from dslaunch.config.render import render_ds_config
@@ -124,7 +132,9 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
         ranks_per_host=max(len(host.slots) for host in hosts.topology.hosts),
         device_type=hosts.device_type,
     )
-    memory = _plan(setup, _capacity(loaded.spec.cluster.gpu, hosts.device_type))
+    cluster = loaded.spec.cluster
+    host = host_gib(cluster, hosts.topology.hosts, hosts.device_type, world)
+    memory = _plan(setup, _capacity(cluster.gpu, hosts.device_type), host)
     chosen = report.reasons.get("precision")
     batch = engine.batch
     head = {
@@ -144,28 +154,37 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
 
 def memory_report(memory: Memory | None) -> dict[str, Any]:
     """The ``memory`` and ``alternatives`` of ``--json``."""
+    from dslaunch.config.memory.surprises import surprises
+
     if memory is None:
         return {"memory": None, "alternatives": []}
-    alternatives = [alternative.to_json() for alternative in memory.alternatives]
-    return {"memory": memory.plan.to_json(), "alternatives": alternatives}
+    notes = [surprise.to_json() for surprise in surprises(memory.setup, memory.plan)]
+    larger = [{"changes": list(more.changes), "price": more.price} for more in memory.larger]
+    return {
+        "memory": {**memory.plan.to_json(), "notes": notes, "larger_changes": larger},
+        "alternatives": [alternative.to_json() for alternative in memory.alternatives],
+    }
 
 
 def memory_lines(memory: Memory | None) -> list[str]:
     """The same as a table."""
     from dslaunch.cli.memory_table import table
 
-    return (
-        [] if memory is None else table(memory.setup, memory.plan, memory.alternatives, _SHOWN_ALTERNATIVES)
-    )
+    return [] if memory is None else table(memory, _SHOWN_ALTERNATIVES)
 
 
-def _plan(setup: Setup, capacity_gib: float | None) -> Memory:
-    from dslaunch.config.memory.alternatives import rank_alternatives
+def _plan(setup: Setup, capacity_gib: float | None, host_gib: float | None) -> Memory:
+    from dslaunch.config.memory.alternatives import nearest_that_fits, rank_alternatives
+    from dslaunch.config.memory.larger_changes import larger_changes
     from dslaunch.config.memory.planner import plan_memory
 
     if setup.model.note:
         _note(setup.model.note)
-    return Memory(setup, plan_memory(setup, capacity_gib), rank_alternatives(setup, capacity_gib))
+    plan = plan_memory(setup, capacity_gib, host_gib=host_gib)
+    alternatives = rank_alternatives(setup, capacity_gib, host_gib=host_gib)
+    hopeless = plan.fits is False and nearest_that_fits(alternatives) is None
+    larger = larger_changes(setup, capacity_gib, host_gib) if hopeless else []
+    return Memory(setup, plan, alternatives, larger)
 
 
 def _load(path: Path) -> ModelFacts:
@@ -193,9 +212,15 @@ def training_of(flags: Mapping[str, Any]) -> Training:
     """What the flags of options.training_options say. Raises ConfigError where one has no effect."""
     from dslaunch.config.memory.of_run import Training
 
-    given = {name: value for name, value in flags.items() if value is not None}
+    given = {name: value for name, value in flags.items() if value}
     if given.get("method", "full") == "full" and "lora_r" in given:
         raise ConfigError("--lora-r has no effect with --method full", hint="add --method lora")
+    task = given.get("task", "sft")
+    if "precompute_ref_log_probs" in given and task not in ("dpo", "kto"):
+        raise ConfigError(
+            f"--precompute-ref-log-probs has no effect with --task {task}",
+            hint="leave it out: only dpo and kto can do with log-probs from before",
+        )
     return Training(**given)
 
 

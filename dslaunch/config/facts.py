@@ -14,6 +14,7 @@ from dslaunch.config.spec import RunSpec
 from dslaunch.core.data_files import DATA_SUFFIXES, OTHER_SUFFIXES, is_data_file
 from dslaunch.core.devices import Inventory, probe_inventory
 from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
+from dslaunch.core.host_memory import local_memory_bytes
 from dslaunch.core.hostfile import parse_hostfile
 from dslaunch.core.topology import Host, is_this_machine
 
@@ -57,6 +58,7 @@ class Facts:
     paths: Mapping[str, PathFact] = field(default_factory=dict)
     model_dtype: str | None = None
     hostfile_problem: ConfigError | None = None
+    host_memory_bytes: int | None = None  # RAM of this machine that we may use
 
 
 def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str]) -> Facts:
@@ -80,6 +82,7 @@ def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str
         paths=paths,
         model_dtype=model_dtype(Path(model.absolute)) if model and model.kind != "missing" else None,
         hostfile_problem=problem,
+        host_memory_bytes=local_memory_bytes(),
     )
 
 

@@ -146,6 +146,9 @@ class ClusterSpec(Section):
     gpu: Names | None = Field(
         None, description="Device of the nodes, such as `a100` or `cpu`; a list where nodes differ."
     )
+    host_memory_gib: PositiveFloat | None = Field(
+        None, description="RAM of each host that a job may use, where that is not this machine's; for `plan`."
+    )
     master_addr: Text | None = Field(None, description="Address on which the ranks meet.")
     master_port: Port | None = Field(None, description="Port on which they meet. Default: a free one.")
 

@@ -52,7 +52,7 @@ def settle_zero(
         setup = _setup(trial.spec, *engine, model, training)
         if (capacity := device_gib(engine[1])) is None:
             raise _unknown_size(loaded, key)
-        plan = _plan(setup, capacity)
+        plan = _plan(setup, capacity, _host_gib(trial.spec, engine[1], facts))
         tried.append((candidate, setup, plan))
         if plan.fits:
             reason = _reason(tried)
@@ -128,10 +128,16 @@ def device_gib(hosts: ResolvedHosts) -> float | None:
     return min(known) if known and len(known) == len(sizes) else None
 
 
-def _plan(setup: Setup, capacity: float) -> MemoryPlan:
+def _plan(setup: Setup, capacity: float, host: float | None) -> MemoryPlan:
     from dslaunch.config.memory.planner import plan_memory
 
-    return plan_memory(setup, capacity)
+    return plan_memory(setup, capacity, host_gib=host)
+
+
+def _host_gib(spec: EngineSpec, hosts: ResolvedHosts, facts: Facts) -> float | None:
+    from dslaunch.config.memory.capacity import host_gib
+
+    return host_gib(spec.cluster, hosts.topology.hosts, hosts.device_type, facts)
 
 
 def _with_zero(loaded: LoadedSpec[S], zero: ZeroSpec) -> LoadedSpec[S]:
@@ -144,7 +150,7 @@ def _reason(tried: list[tuple[ZeroSpec, Setup, MemoryPlan]]) -> str:
     if len(tried) == 1:
         return said
     before, _, larger = tried[-2]
-    return f"{said}; {_words(before)} would take {_total(larger)}, most of it {larger.binds}"
+    return f"{said}; {_words(before)} would take {_excess(larger)}"
 
 
 def _assumed(spec: EngineSpec, training: Training | None) -> str:
@@ -166,16 +172,18 @@ def _nothing_fits(
 ) -> ConfigError:
     from dslaunch.config.memory.alternatives import nearest_that_fits, rank_alternatives
 
-    zero, setup, plan = min(tried, key=lambda item: item[2].total_bytes)
+    on_device = [item for item in tried if item[2].device_fits]  # what only a host is too small for
+    zero, setup, plan = min(
+        on_device or tried, key=lambda item: item[2].host_peak_bytes if on_device else item[2].total_bytes
+    )
     assert plan.capacity_bytes is not None
-    capacity = plan.capacity_bytes / GIB
-    nearest = nearest_that_fits(rank_alternatives(setup, capacity))
+    host = None if plan.host_capacity_bytes is None else plan.host_capacity_bytes / GIB
+    nearest = nearest_that_fits(rank_alternatives(setup, plan.capacity_bytes / GIB, host_gib=host))
     hint = "use more or larger devices, a smaller model, or an adapter"
     if nearest is not None:
         hint = f"this fits, from {_words(zero)}: {' '.join(nearest.changes)} ({_total(nearest.plan)})"
     return ConfigError(
-        f"{loaded.where(key)}{key} auto: nothing fits; the least, {_words(zero)}, takes {_gib(plan)}"
-        f" a device, most of it {plan.binds}",
+        f"{loaded.where(key)}{key} auto: nothing fits; the least, {_words(zero)}, takes {_excess(plan)}",
         hint=hint,
     )
 
@@ -188,6 +196,15 @@ def _words(zero: ZeroSpec) -> str:
 def _gib(plan: MemoryPlan) -> str:
     assert plan.capacity_bytes is not None
     return f"{_total(plan)} of {plan.capacity_bytes / GIB:.1f} GiB"
+
+
+def _excess(plan: MemoryPlan) -> str:
+    """What is too much: on the device, or only on the host."""
+    if plan.device_fits is False or plan.host_capacity_bytes is None:
+        return f"{_gib(plan)} a device, most of it {plan.binds}"
+    needed, offered = plan.host_peak_bytes / GIB, plan.host_capacity_bytes / GIB
+    said = f"{needed:.1f} GiB of {offered:.1f} GiB RAM a host when {plan.host_phase}"
+    return f"{said}, most of it {plan.host_binds}"
 
 
 def _total(plan: MemoryPlan) -> str:

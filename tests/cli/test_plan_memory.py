@@ -139,6 +139,11 @@ def test_a_model_elsewhere_is_a_note_and_no_error(capsys: pytest.CaptureFixture[
         (["--model", "model", "--gpu", "a100", *FLAGS, "--lora-r", "4"], "--lora-r has no effect"),
         (["--model", "model", "--gpu", "a100", *FLAGS, "--offload-param", "cpu"], "acts at stage 3"),
         (["run.yaml", "--method", "lora"], "--method is for plans without a run file"),
+        (["run.yaml", "--task", "dpo"], "--task is for plans without a run file"),
+        (
+            ["--model", "model", "--gpu", "a100", *FLAGS, "--precompute-ref-log-probs"],
+            "--precompute-ref-log-probs has no effect with --task sft",
+        ),
         (["--model", "run.yaml"], "is no model"),
         (["--model", "model", "--num-nodes", "2"], "num_gpus_per_node"),
     ],
@@ -200,3 +205,96 @@ def test_auto_in_a_run_file_is_settled_by_every_command(capsys: pytest.CaptureFi
 def test_what_auto_cannot_do(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
     assert main(argv) == 2
     assert capsys.readouterr().err.startswith(message)
+
+
+BIG = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
+
+
+@pytest.fixture
+def seven_billion(here: Path) -> list[str]:
+    """The flags of Llama 2 7B, of which only the config.json is here, on one device with both offloads."""
+    config = json.loads((here / "model/config.json").read_text())
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
+    (here / "7b.json").write_text(json.dumps({**config, **BIG, **heads, "tie_word_embeddings": False}))
+    return ["--model", "7b.json", "--gpu", "a100-80g", "--num-nodes", "1", "--num-gpus-per-node", "1",
+            "--zero-stage", "3", "--precision", "bf16", "--max-length", "2048",
+            "--offload-optimizer", "cpu", "--offload-param", "cpu"]  # fmt: skip
+
+
+def test_a_host_that_is_too_small_is_told_with_reason_and_remedy(
+    seven_billion: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *seven_billion, "--host-memory-gib", "64"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "does not fit: 202.68 GiB of 64.00 GiB RAM on each host; when resuming, checkpoint being read" in out
+    )
+    assert "these would:\n  --method lora (trains adapters of rank 16 only)\n" in out
+    found = report(capsys, *seven_billion, "--host-memory-gib", "64")
+    host = found["memory"]["per_host"]
+    assert (host["fits"], host["capacity_bytes"], host["peak_when"]) == (False, 64 * 2**30, "resuming")
+    assert found["memory"]["per_gpu"]["fits"] is True
+    assert found["memory"]["larger_changes"][0]["changes"] == ["--method lora"]
+    assert not any(alternative["fits"] for alternative in found["alternatives"])
+
+
+def test_a_host_elsewhere_is_unknown_until_it_is_said(
+    seven_billion: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(capsys, *seven_billion)["memory"]["per_host"]["fits"] is None
+    assert report(capsys, *seven_billion, "--host-memory-gib", "512")["memory"]["per_host"]["fits"] is True
+    assert main(["plan", *seven_billion, "--host-memory-gib", "-1"]) == 2
+    assert "host_memory_gib" in capsys.readouterr().err
+
+
+def test_on_cpus_here_this_machine_is_what_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """The tiny model fits any machine that runs these tests."""
+    argv = ("--model", "model", "--gpu", "cpu", "--num-gpus-per-node", "2", "--precision", "fp32")
+    host = report(capsys, *argv)["memory"]["per_host"]
+    assert host["fits"] is True
+    assert host["capacity_bytes"] > host["peak_bytes"]
+    assert main(["plan", *argv]) == 0
+    out = capsys.readouterr().out
+    assert "RAM on each host" in out
+    assert "on each device" not in out
+
+
+@pytest.mark.parametrize(
+    ("task", "models"),
+    [
+        ("sft", set()),
+        ("dpo", {"reference"}),
+        ("kto", {"reference"}),
+        ("reward", set()),
+        ("ppo", {"reference", "reward model", "critic: weights", "critic: optimizer states"}),
+    ],
+)
+def test_other_tasks_bring_their_models(
+    task: str, models: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = report(capsys, "--model", "model", "--gpu", "a100-80g", *FLAGS, "--task", task)
+    names = {item["name"] for item in found["memory"]["per_gpu"]["items"]}
+    others = {"reference", "reward model", "critic: weights", "critic: optimizer states"}
+    assert names & others == models
+    assert any("logits" in name for name in names) is (task != "reward")
+    if "reference" in models and task != "ppo":
+        found = report(capsys, "--model", "model", "--gpu", "a100-80g", *FLAGS, "--task", task,
+                       "--precompute-ref-log-probs")  # fmt: skip
+        assert "reference" not in {item["name"] for item in found["memory"]["per_gpu"]["items"]}
+
+
+def test_what_surprises_is_said_once_with_a_value_to_paste(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", "model", "--gpu", "a100-80g", *FLAGS, "--method", "lora", "--lora-r", "4"]
+    assert main(["plan", *argv]) == 0
+    out = capsys.readouterr().out
+    assert out.count("DeepSpeed allocates all 500,000,000 elements of reduce_bucket_size") == 1
+    (note,) = (n for n in report(capsys, *argv)["memory"]["notes"] if n["key"])
+    assert note["key"] == "zero_optimization.reduce_bucket_size"
+    assert f"{note['key']}: {note['value']} takes" in out
+    peaks = [
+        report(capsys, *argv, *more)["memory"]["per_gpu"]["peak_bytes"]
+        for more in ((), ("--set", f"{note['key']}={note['value']}"))
+    ]
+    assert peaks[0] - peaks[1] == note["saves_bytes"] > 0

@@ -185,3 +185,11 @@ def test_without_auto_everything_is_as_before() -> None:
     assert auto_keys(load(text).spec.zero_optimization) == []
     plan, _ = resolved(text)
     assert dataclasses.asdict(plan)["zero_stage"] == 2
+
+
+def test_offload_that_the_host_cannot_hold_is_not_chosen() -> None:
+    """On one device nothing fits without offload, and that needs more RAM than 64 GiB."""
+    one = (RUN % "a100-80g", "cluster.num_gpus_per_node=1")
+    assert chosen(*one, "cluster.host_memory_gib=512") == (1, "cpu", None)
+    with pytest.raises(ConfigError, match=r"GiB of 64\.0 GiB RAM a host when resuming, most of it"):
+        settled(*one, "cluster.host_memory_gib=64")

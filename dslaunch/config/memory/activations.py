@@ -7,7 +7,7 @@ tokens of a micro-batch, h hidden, i intermediate, a heads, k key-value heads, d
 
 from __future__ import annotations
 
-from dslaunch.config.memory.items import BACKWARD, FORWARD, LAYERS, LOSS, Item
+from dslaunch.config.memory.items import BACKWARD, EXPERIENCE, FORWARD, LAYERS, LOSS, REFERENCE, Item
 from dslaunch.config.memory.setup import Setup
 
 _LORA_LINEARS = 7  # of a Llama layer
@@ -21,17 +21,20 @@ _LOGITS = {
 }
 
 
+_HELD = {2: 6, 4: 8}  # bytes of a parameter -> of each logit, from its forward to its backward pass
+
+
 def activation_items(setup: Setup) -> list[Item]:
     """The items of one micro-batch of full length."""
     dims, e = setup.model.dims, setup.bytes_each
-    tokens = setup.micro_batch * setup.max_length
+    tokens = setup.tokens
     layer = layer_bytes(setup)
-    forward, backward = _LOGITS[setup.loss, setup.precision == "fp32"]
-    logits = tokens * dims.vocab
     ends = (
         tokens * (4 * dims.hidden + 4 + 2 * e * dims.hidden + 16) + 2 * setup.max_length * dims.head_dim * e
     )
-    passes = (FORWARD, LOSS, LAYERS)
+    passes: tuple[str, ...] = (FORWARD, LOSS, LAYERS)
+    if setup.runs_reference:
+        passes = (FORWARD, REFERENCE, LOSS, LAYERS)
     if setup.gradient_checkpointing:
         kept = [
             Item("layer inputs (gradient checkpointing)", dims.layers * tokens * dims.hidden * e, passes),
@@ -46,15 +49,32 @@ def activation_items(setup: Setup) -> list[Item]:
         *kept,
         Item("activations before and after the layers", ends, passes),
         Item("gradients inside a layer", _MLP_TEMPORARIES * tokens * dims.intermediate * e, (LAYERS,)),
+        *([] if setup.value_head else _logits(setup)),
+    ]
+
+
+def _logits(setup: Setup) -> list[Item]:
+    forward, backward = _LOGITS[setup.loss, setup.precision == "fp32"]
+    logits = setup.tokens * setup.model.dims.vocab
+    items = [
         Item("logits and loss", forward * logits, (FORWARD,)),
         Item("logits and their gradients", backward * logits, (LOSS,)),
     ]
+    if setup.runs_reference:
+        # The reference runs while the graph of the policy holds its logits.
+        items.append(
+            Item("logits that the policy's loss needs", _HELD[setup.bytes_each] * logits, (REFERENCE,))
+        )
+        items.append(Item("logits of the reference", forward * logits, (REFERENCE,)))
+    elif setup.task == "ppo":
+        items.append(Item("logits of one model at a time", forward * logits, (EXPERIENCE,)))
+    return items
 
 
 def layer_bytes(setup: Setup) -> int:
     """Bytes that one layer keeps for the backward pass of a micro-batch without checkpointing."""
     dims, e = setup.model.dims, setup.bytes_each
-    tokens, length = setup.micro_batch * setup.max_length, setup.max_length
+    tokens, length = setup.tokens, setup.max_length
     hidden, query, keys = dims.hidden, dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     mlp = (4 if dims.gated else 2) * dims.intermediate
     if setup.attention == "eager":

@@ -14,7 +14,7 @@ from dslaunch.config.memory.tensors import ModelFacts, Tensor
 from dslaunch.core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
-_NOT_LINEAR = ("embed_tokens", "wte", "wpe", "embed_in", "lm_head")
+_NOT_LINEAR = ("embed_tokens", "wte", "wpe", "embed_in", "lm_head", "score")
 _CONV1D = ("c_attn", "c_proj", "c_fc")  # GPT-2: the weight is [in, out]
 
 

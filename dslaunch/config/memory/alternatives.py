@@ -37,17 +37,30 @@ class Alternative:
             "total_bytes": self.plan.total_bytes,
             "host_peak_bytes": self.plan.host_peak_bytes,
             "fits": self.plan.fits,
-            "binds": {"when": self.plan.phase, "item": self.plan.binds},
+            "binds": self.binds(),
             "changes": list(self.changes),
         }
 
+    def binds(self) -> dict[str, str]:
+        """The item that takes most, when and where: on the host if only that is too small."""
+        plan = self.plan
+        if plan.host_fits is False and plan.device_fits is not False:
+            return {"where": "host", "when": plan.host_phase, "item": plan.host_binds}
+        return {"where": "device", "when": plan.phase, "item": plan.binds}
 
-def rank_alternatives(setup: Setup, capacity_gib: float | None) -> list[Alternative]:
-    """Every sensible change of stage, offload, checkpointing, micro-batch and bucket, best first."""
+
+def rank_alternatives(
+    setup: Setup, capacity_gib: float | None, *, host_gib: float | None = None
+) -> list[Alternative]:
+    """Every sensible change of stage, offload, checkpointing, micro-batch and bucket, best first.
+
+    ``capacity_gib`` is of one device, ``host_gib`` of one host: what does not fit either does not fit.
+    """
     found: dict[Setup, Alternative] = {}
     for changed in _changed(setup):
         changes, cost = _difference(setup, changed)
-        found[changed] = Alternative(changed, plan_memory(changed, capacity_gib), changes, cost)
+        plan = plan_memory(changed, capacity_gib, host_gib=host_gib)
+        found[changed] = Alternative(changed, plan, changes, cost)
     worth = [a for a in found.values() if a.changes and _bucket_matters(a, setup, found)]
     return sorted(worth, key=_place)
 
@@ -70,9 +83,10 @@ def fitted_bucket(setup: Setup) -> int:
     return min(setup.zero.reduce_bucket_size, max(setup.numel, 1))
 
 
-def _place(alternative: Alternative) -> tuple[bool, int, int]:
+def _place(alternative: Alternative) -> tuple[bool, int, int, int]:
     plan = alternative.plan
-    return plan.fits is False, alternative.cost if plan.fits is not False else 0, plan.total_bytes
+    cost = alternative.cost if plan.fits is not False else 0
+    return plan.fits is False, cost, plan.total_bytes, len(alternative.changes)
 
 
 def _changed(setup: Setup) -> Iterator[Setup]:

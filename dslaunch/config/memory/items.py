@@ -11,13 +11,19 @@ FORWARD = "forward"  # the end of the forward pass, loss included
 LOSS = "backward: start"  # the loss's own gradient, all activations still there
 LAYERS = "backward: layers"  # the loss is through; a layer is being recomputed, if that is asked for
 BACKWARD = "backward: end"  # the activations gone, the gradients there
+REFERENCE = "forward: reference"  # the reference's pass, with the activations of the policy there
+GENERATE = "generation"  # PPO: answers are written
+EXPERIENCE = "experience"  # PPO: they are scored, without gradients
 REDUCE = "all-reduce"  # stage 0: after the last backward pass
 CONVERT = "step: convert"  # gradients become fp32
 UPDATE = "step: update"  # the optimizer
 OUTSIDE = "outside"  # beside what torch's allocator hands out
+PAGE_CACHE = "page cache"  # host: the kernel drops it where memory is short
+ON_DISK = "on nvme"
 
 PASSES = (FORWARD, LOSS, LAYERS, BACKWARD)
-PHASES = (*PASSES, REDUCE, CONVERT, UPDATE)
+PHASES = (GENERATE, EXPERIENCE, FORWARD, REFERENCE, LOSS, LAYERS, BACKWARD, REDUCE, CONVERT, UPDATE)
+NO_MOMENTS = (ALWAYS, REST, OUTSIDE, PAGE_CACHE, ON_DISK)
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,10 @@ def rest_size(items: Iterable[Item]) -> int:
     return sum(item.size for item in items if ALWAYS in item.when or REST in item.when)
 
 
-def peak_phase(items: Iterable[Item], phases: Iterable[str] = PHASES) -> str:
-    """The moment that takes most."""
+def peak_phase(items: Iterable[Item], phases: Iterable[str] | None = None) -> str:
+    """The moment that takes most; without ``phases`` of all that the items name."""
     listed = list(items)
+    if phases is None:
+        named = dict.fromkeys(moment for item in listed for moment in item.when)
+        phases = [*PHASES, *(moment for moment in named if moment not in (*PHASES, *NO_MOMENTS))]
     return max(phases, key=lambda phase: size_at(listed, phase))

@@ -9,7 +9,17 @@ from typing import Any, Literal
 from dslaunch.config.engine_plan import EnginePlan
 from dslaunch.config.hosts import ResolvedHosts
 from dslaunch.config.memory.adapter import adapter_tensors
-from dslaunch.config.memory.setup import Attention, Method, OptimizerCost, Setup, ZeroOptions, frozen_tensors
+from dslaunch.config.memory.setup import (
+    Attention,
+    Method,
+    OptimizerCost,
+    Setup,
+    Task,
+    ZeroOptions,
+    adapted,
+    frozen_tensors,
+    with_value_head,
+)
 from dslaunch.config.memory.tensors import ModelFacts
 from dslaunch.config.spec import AdapterSpec, RunSpec
 from dslaunch.core.plan import AdapterPlan, BatchPlan, Precision, RunPlan
@@ -18,10 +28,15 @@ from dslaunch.core.topology import Host
 _ATTENTION: dict[str, Attention] = {"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "flash"}
 
 
+_NVME_SIZES = {"buffer_size": "param_buffer_size", "max_in_cpu": "max_in_cpu"}
+
+
 @dataclass(frozen=True)
 class Training:
     """What a DeepSpeed config does not say of a training script."""
 
+    task: Task = "sft"
+    precompute_ref_log_probs: bool = False
     method: Method = "full"
     lora_r: int = 16
     max_length: int = 1024
@@ -133,11 +148,16 @@ def setup_of_config(
 ) -> Setup:
     """The setup of somebody's own script that runs under the DeepSpeed config ``config``."""
     full, e = training.method == "full", 4 if precision == "fp32" else 2
-    quantised = training.method == "qlora"
+    reward = training.task == "reward"
+    model = with_value_head(facts) if reward else facts
+    trained, frozen = adapted(model, training.method, r=training.lora_r, bytes_each=e, value_head=reward)
     return Setup(
-        model=facts,
-        trainable=facts.tensors if full else adapter_tensors(facts, r=training.lora_r),
-        frozen=() if full else frozen_tensors(facts, bytes_each=e, quantised=quantised),
+        model=model,
+        trainable=trained,
+        frozen=frozen,
+        task=training.task,
+        value_head=reward,
+        precomputed_reference=training.precompute_ref_log_probs,
         method=training.method,
         precision=precision,
         zero_stage=config["zero_optimization"]["stage"],
@@ -150,7 +170,7 @@ def setup_of_config(
         grad_accum_fp32=accumulates_in_fp32(config),
         gradient_checkpointing=training.gradient_checkpointing,
         attention=training.attention,
-        mask=batch.train_micro_batch_size_per_gpu > 1,
+        mask=batch.train_micro_batch_size_per_gpu > 1 or training.task in ("dpo", "reward"),
         lora_r=0 if full else training.lora_r,
         optimizer=optimizer_cost(config, device_type),
         device_type=device_type,
@@ -169,9 +189,16 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
         "stage3_max_reuse_distance",
     )
     given: dict[str, Any] = {key: int(block[key]) for key in sizes if block.get(key) is not None}
-    for part in ("offload_optimizer", "offload_param"):
-        device = (block.get(part) or {}).get("device", "none")
-        given[part] = None if device == "none" else device
+    for part in ("optimizer", "param"):
+        offload = block.get(f"offload_{part}") or {}
+        device = offload.get("device", "none")
+        given[f"offload_{part}"] = None if device == "none" else device
+        if device != "none":
+            given["pin_memory"] = bool(offload.get("pin_memory", True)) or given.get("pin_memory", False)
+        if (count := offload.get("buffer_count")) is not None:
+            given[f"{part}_buffer_count"] = int(count)
+    param = block.get("offload_param") or {}
+    given |= {ours: int(param[key]) for key, ours in _NVME_SIZES.items() if param.get(key) is not None}
     return ZeroOptions(overlap_comm=bool(block.get("overlap_comm")), **given)
 
 

@@ -5,7 +5,7 @@ Fitted to DeepSpeed 0.19.8 like ``states``; on a CPU only the sum of the two sid
 
 from __future__ import annotations
 
-from dslaunch.config.memory.items import CONVERT, UPDATE, Item
+from dslaunch.config.memory.items import CONVERT, ON_DISK, UPDATE, Item
 from dslaunch.config.memory.setup import Setup, flat_size, touching
 from dslaunch.config.memory.states import (
     bucket_items,
@@ -14,14 +14,18 @@ from dslaunch.config.memory.states import (
     largest_sub_group,
     stage_3_buffers,
     stage_3_share,
+    state_items,
 )
 
 
-def offload_items(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
-    """(device items, host items) of ``rank``, where something is offloaded. NVMe counts as off both.
+def rank_items(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
+    """(device items, host items) of one model's states on ``rank``, without activations."""
+    if setup.zero.offload_optimizer or setup.zero.offload_param:
+        return _offloaded(setup, rank)
+    return state_items(setup, rank), []
 
-    Zero-sized items are left out.
-    """
+
+def _offloaded(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
     device, host = _stage_3(setup) if setup.zero_stage == 3 else _stage_1_2(setup, rank)
     return [item for item in device if item.size], [item for item in host if item.size]
 
@@ -51,7 +55,7 @@ def _stage_1_2(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
     ]
     if setup.zero_stage == 2 and several and not setup.accum_fp32:
         host.append(Item("accumulated gradients", e * touching(setup.trainable, world, rank)))
-    return device, _off(host, setup.zero.offload_optimizer)
+    return device, host  # these stages take nvme for cpu (stage_1_and_2.py knows no nvme)
 
 
 def _stage_3(setup: Setup) -> tuple[list[Item], list[Item]]:
@@ -64,23 +68,39 @@ def _stage_3(setup: Setup) -> tuple[list[Item], list[Item]]:
     weights = [Item("weights", e * own), Item("frozen weights", frozen_bytes(setup))]
     device = stage_3_buffers(setup)
     host: list[Item] = []
-    if setup.zero.offload_optimizer:
-        host += _off([*states, Item("fp32 gradients", 4 * own)], setup.zero.offload_optimizer)
+    if setup.zero.offload_optimizer == "nvme":
+        host += _states_on_nvme(setup, states, group)
+    elif setup.zero.offload_optimizer:
+        host += [*states, Item("fp32 gradients", 4 * own)]
     else:
         device += [
             *states,
             Item("fp32 gradients", 4 * group, (CONVERT, UPDATE)),
             Item("optimizer's temporaries", setup.optimizer.temporary * group, (UPDATE,)),
         ]
-    if setup.zero.offload_param:
-        host += _off(weights, setup.zero.offload_param)
+    if setup.zero.offload_param == "nvme":
+        host += _weights_on_nvme(setup, weights)
+    elif setup.zero.offload_param:
+        host += weights
     else:
         device += weights
     return device, host
 
 
-def _off(items: list[Item], where: str | None) -> list[Item]:
-    """On NVMe only the gradients' way through the host is left, which the swap buffers bound."""
-    if where == "nvme":
-        return [item for item in items if "gradient" in item.name]
-    return items
+def _states_on_nvme(setup: Setup, states: list[Item], group: int) -> list[Item]:
+    """Read in stage3.py and swap_tensor/optimizer_utils.py, not measured.
+
+    The host keeps the 16-bit gradients and a pool of buffers, each for one state of the largest sub-group.
+    """
+    pool = Item("buffers for states on nvme", 4 * setup.zero.optimizer_buffer_count * group)
+    kept = [item for item in states if item.name == "gradients"]
+    gone = [Item(item.name, item.size, (ON_DISK,)) for item in states if item.name != "gradients"]
+    return [*kept, pool, *gone, Item("fp32 gradients", 4 * stage_3_share(setup), (ON_DISK,))]
+
+
+def _weights_on_nvme(setup: Setup, weights: list[Item]) -> list[Item]:
+    """Read in swap_tensor/partitioned_param_swapper.py, not measured: a pool, and what stays."""
+    e, zero = setup.bytes_each, setup.zero
+    pool = Item("buffers for weights on nvme", e * zero.param_buffer_count * zero.param_buffer_size)
+    stay = Item("weights (max_in_cpu)", e * min(zero.max_in_cpu, stage_3_share(setup)))
+    return [pool, stay, *(Item(item.name, item.size, (ON_DISK,)) for item in weights)]

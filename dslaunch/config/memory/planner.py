@@ -1,4 +1,4 @@
-"""Setup -> MemoryPlan: all items, the moment that takes most, and whether it fits."""
+"""Setup -> MemoryPlan: all items, the moment that takes most, and whether device and host can hold it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from dslaunch.config.memory.activations import activation_items
 from dslaunch.config.memory.host import HOST_PHASES, checkpoint_bytes, host_items
-from dslaunch.config.memory.items import OUTSIDE, PHASES, Item, peak_phase, rest_size, size_at
-from dslaunch.config.memory.offload import offload_items
+from dslaunch.config.memory.items import ALWAYS, OUTSIDE, Item, peak_phase, rest_size, size_at
+from dslaunch.config.memory.offload import rank_items
+from dslaunch.config.memory.roles import critics, with_other_models
 from dslaunch.config.memory.setup import Setup, worst_rank
-from dslaunch.config.memory.states import state_items
 
 GIB = 2**30
 # Beside torch's allocator. Experience, not measured here (docs/memory.md); none of it on a CPU.
@@ -25,7 +25,7 @@ class MemoryPlan:
     """Bytes of the fullest rank's device, of the fullest host and of a checkpoint.
 
     ``outside`` holds CUDA's context, libraries and fragmentation, which are in neither
-    ``rest_bytes`` nor ``peak_bytes``. ``capacity_bytes`` and ``fits``: None where the device is unknown.
+    ``rest_bytes`` nor ``peak_bytes``. The capacities: None where the device, or the host, is not known.
     """
 
     items: tuple[Item, ...]
@@ -33,6 +33,8 @@ class MemoryPlan:
     host: tuple[Item, ...]
     checkpoint_bytes: int
     capacity_bytes: int | None
+    host_capacity_bytes: int | None = None
+    on_cpu: bool = False
 
     @property
     def rest_bytes(self) -> int:
@@ -52,18 +54,38 @@ class MemoryPlan:
         return self.peak_bytes + sum(item.size for item in self.outside)
 
     @property
-    def fits(self) -> bool | None:
+    def device_fits(self) -> bool | None:
         return None if self.capacity_bytes is None else self.total_bytes <= self.capacity_bytes
+
+    @property
+    def host_fits(self) -> bool | None:
+        return None if self.host_capacity_bytes is None else self.host_peak_bytes <= self.host_capacity_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether device and host can hold it. An unknown host does not make what fits a device unknown."""
+        if self.device_fits is False or self.host_fits is False:
+            return False
+        return self.host_fits if self.on_cpu else self.device_fits
 
     @property
     def binds(self) -> str:
         """The largest item of the moment that takes most."""
-        there = [item for item in self.items if item.when == ("always",) or self.phase in item.when]
-        return max(there, key=lambda item: item.size).name
+        return _largest_at(self.items, self.phase)
+
+    @property
+    def host_phase(self) -> str:
+        """The moment that takes most of the host."""
+        return peak_phase(self.host, HOST_PHASES)
 
     @property
     def host_peak_bytes(self) -> int:
-        return size_at(self.host, peak_phase(self.host, HOST_PHASES))
+        return size_at(self.host, self.host_phase)
+
+    @property
+    def host_binds(self) -> str:
+        """The largest item of that moment."""
+        return _largest_at(self.host, self.host_phase)
 
     def to_json(self) -> dict[str, Any]:
         """The ``memory`` object of ``dslaunch plan --json``."""
@@ -75,37 +97,38 @@ class MemoryPlan:
                 "outside_bytes": sum(item.size for item in self.outside),
                 "total_bytes": self.total_bytes,
                 "capacity_bytes": self.capacity_bytes,
-                "fits": self.fits,
+                "fits": self.device_fits,
                 "items": [item.to_json() for item in (*self.items, *self.outside)],
             },
             "per_host": {
                 "peak_bytes": self.host_peak_bytes,
+                "peak_when": self.host_phase,
+                "capacity_bytes": self.host_capacity_bytes,
+                "fits": self.host_fits,
                 "items": [item.to_json() for item in self.host],
             },
             "checkpoint_bytes": self.checkpoint_bytes,
         }
 
 
-def plan_memory(setup: Setup, capacity_gib: float | None = None) -> MemoryPlan:
-    """The plan of the rank that needs most. ``capacity_gib``: what one device offers."""
+def plan_memory(
+    setup: Setup, capacity_gib: float | None = None, *, host_gib: float | None = None
+) -> MemoryPlan:
+    """The plan of the rank that needs most. ``capacity_gib`` is of one device, ``host_gib`` of one host."""
     rank = worst_rank(setup.trainable, setup.world_size) if setup.trainable else 0
     states, offloaded = rank_items(setup, rank)
     items = [*states, *(item for item in activation_items(setup) if item.size)]
-    peak = max(size_at(items, phase) for phase in PHASES)
+    items, offloaded = with_other_models(setup, items, offloaded)
+    peak = size_at(items, peak_phase(items))
     return MemoryPlan(
         items=tuple(items),
         outside=tuple(_outside(setup, peak)),
         host=tuple(host_items(setup, offloaded, peak)),
-        checkpoint_bytes=checkpoint_bytes(setup),
+        checkpoint_bytes=sum(checkpoint_bytes(trained) for trained in (setup, *critics(setup))),
         capacity_bytes=None if capacity_gib is None else int(capacity_gib * GIB),
+        host_capacity_bytes=None if host_gib is None else int(host_gib * GIB),
+        on_cpu=setup.device_type == "cpu",
     )
-
-
-def rank_items(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
-    """(device items, host items) of the model's states on ``rank``, without activations."""
-    if setup.zero.offload_optimizer or setup.zero.offload_param:
-        return offload_items(setup, rank)
-    return state_items(setup, rank), []
 
 
 def _outside(setup: Setup, peak: int) -> list[Item]:
@@ -119,3 +142,8 @@ def _outside(setup: Setup, peak: int) -> list[Item]:
     if setup.world_size > 1:
         items.append(Item("NCCL buffers", NCCL_BYTES, (OUTSIDE,)))
     return items
+
+
+def _largest_at(items: tuple[Item, ...], phase: str) -> str:
+    there = [item for item in items if ALWAYS in item.when or phase in item.when]
+    return max(there, key=lambda item: item.size).name

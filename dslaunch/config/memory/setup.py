@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from dslaunch.config.memory.adapter import linear_weights, nf4_bytes
+from dslaunch.config.memory.adapter import adapter_tensors, linear_weights, nf4_bytes
 from dslaunch.config.memory.tensors import ModelFacts, Tensor
 from dslaunch.core.plan import Precision
 
 Method = Literal["full", "lora", "qlora"]
 Attention = Literal["sdpa", "flash", "eager"]
 Offload = Literal["cpu", "nvme"]
+Task = Literal["sft", "dpo", "kto", "reward", "ppo"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class ZeroOptions:
     stage3_max_reuse_distance: int = 1_000_000_000
     offload_optimizer: Offload | None = None
     offload_param: Offload | None = None
+    pin_memory: bool = False  # of what is offloaded
+    optimizer_buffer_count: int = 4  # nvme: buffers in the host for the states of a sub-group
+    param_buffer_count: int = 5
+    param_buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000  # nvme: parameters that stay in the host all the same
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,9 @@ class Setup:
 
     ``grad_accum_fp32``: data_types.grad_accum_dtype is fp32 under bf16 or fp16. ``mask``: rows are
     padded or packed, so that sdpa gets an explicit mask. ``loss``: whose code computes it,
-    transformers' own or dslaunch's. ``ranks_per_host`` is that of the fullest host.
+    transformers' own or dslaunch's. ``ranks_per_host`` is that of the fullest host. ``task``: dpo and
+    reward take two sequences a sample; ``roles`` has the other models of a task. ``value_head``: a row of
+    ``hidden`` in place of the lm head. ``precomputed_reference``: its log-probs come with the data.
     """
 
     model: ModelFacts
@@ -86,12 +94,25 @@ class Setup:
     optimizer: OptimizerCost = field(default_factory=OptimizerCost)
     device_type: Literal["cpu", "cuda"] = "cuda"
     loss: Literal["transformers", "dslaunch"] = "transformers"
+    task: Task = "sft"
+    value_head: bool = False
+    precomputed_reference: bool = False
     exclude_frozen: bool = False  # checkpoints without what is not trained
 
     @property
     def bytes_each(self) -> int:
         """Bytes of one parameter as it is computed with."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one forward pass."""
+        return self.micro_batch * self.max_length * (2 if self.task in ("dpo", "reward") else 1)
+
+    @property
+    def runs_reference(self) -> bool:
+        """Whether a reference, the same model with its adapter off or another one, runs within each pass."""
+        return self.task in ("dpo", "kto") and not self.precomputed_reference
 
     @property
     def accum_bytes(self) -> int:
@@ -112,6 +133,24 @@ class Setup:
     def largest(self) -> int:
         """Elements of the largest tensor, trained or not."""
         return max(tensor.numel for tensor in (*self.model.tensors, *self.trainable))
+
+
+def with_value_head(model: ModelFacts) -> ModelFacts:
+    """The same model with one output for each token, as transformers' ForSequenceClassification has it."""
+    kept = [tensor for tensor in model.tensors if tensor.name not in ("lm_head.weight", "embed_out.weight")]
+    score = Tensor("score.weight", (1, model.dims.hidden))
+    return replace(model, tensors=(*kept, score))
+
+
+def adapted(
+    model: ModelFacts, method: Method, *, r: int, bytes_each: int, value_head: bool = False
+) -> tuple[tuple[Tensor, ...], tuple[Frozen, ...]]:
+    """(trained, frozen): all of it, or an adapter of all linear layers and whole the value head, if any."""
+    if method == "full":
+        return model.tensors, ()
+    saved = ("score",) if value_head else ()
+    trained = adapter_tensors(model, r=r, modules_to_save=saved)
+    return trained, frozen_tensors(model, bytes_each=bytes_each, quantised=method == "qlora")
 
 
 def frozen_tensors(

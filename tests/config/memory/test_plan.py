@@ -10,60 +10,25 @@ import pytest
 from dslaunch.config.memory.activations import layer_bytes
 from dslaunch.config.memory.adapter import adapter_tensors, nf4_bytes
 from dslaunch.config.memory.alternatives import nearest_that_fits, rank_alternatives
-from dslaunch.config.memory.architectures import dimensions, parameters
 from dslaunch.config.memory.items import CONVERT, UPDATE, size_at
-from dslaunch.config.memory.planner import MemoryPlan, plan_memory, rank_items
+from dslaunch.config.memory.offload import rank_items
+from dslaunch.config.memory.planner import MemoryPlan, plan_memory
 from dslaunch.config.memory.setup import (
-    OptimizerCost,
     Setup,
     ZeroOptions,
     flat_size,
-    frozen_tensors,
     touching,
     worst_rank,
 )
-from dslaunch.config.memory.tensors import ModelFacts, Tensor
+from dslaunch.config.memory.tensors import Tensor
 from dslaunch.core.errors import ConfigError
+from tests.config.memory.models import LLAMA_3_8B, facts, setup
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-
-
-def facts(config: dict[str, Any] = LLAMA_8B) -> ModelFacts:
-    return ModelFacts(parameters(config) or (), dimensions(config), "config.json")
-
-
-FACTS = facts()
-
-
-def setup(**changes: Any) -> Setup:
-    values: dict[str, Any] = {
-        "model": FACTS,
-        "trainable": FACTS.tensors,
-        "frozen": (),
-        "precision": "bf16",
-        "zero_stage": 2,
-        "world_size": 8,
-        "ranks_per_host": 8,
-        "micro_batch": 1,
-        "accumulation": 1,
-        "max_length": 4096,
-        "optimizer": OptimizerCost(state=8, temporary=0, fused=True),
-    }
-    return Setup(**{**values, **changes})
+FACTS = facts(LLAMA_3_8B)
 
 
 def lora(**changes: Any) -> Setup:
-    adapter = adapter_tensors(FACTS, r=16)
-    frozen = frozen_tensors(FACTS, bytes_each=2)
-    return setup(trainable=adapter, frozen=frozen, method="lora", lora_r=16, exclude_frozen=True, **changes)
+    return setup(LLAMA_3_8B, "lora", **changes)
 
 
 def size(plan: MemoryPlan, name: str) -> int:

@@ -1,0 +1,98 @@
+"""What people do not expect of a plan, each in one sentence, and only where it matters there."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from dslaunch.config.memory.alternatives import fitted_bucket
+from dslaunch.config.memory.items import CONVERT, UPDATE
+from dslaunch.config.memory.planner import MemoryPlan, plan_memory
+from dslaunch.config.memory.setup import Setup, ZeroOptions
+
+_MATTERS = 0.01  # of what a device holds at its peak
+_LOGITS_MATTER = 0.25
+
+
+@dataclass(frozen=True)
+class Surprise:
+    """A sentence. ``setting``: (key, value) that changes it, ``saves``: bytes less at the peak with that."""
+
+    text: str
+    setting: tuple[str, int] | None = None
+    saves: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        key, value = self.setting or (None, None)
+        return {"text": self.text, "key": key, "value": value, "saves_bytes": self.saves}
+
+
+def surprises(setup: Setup, plan: MemoryPlan) -> list[Surprise]:
+    """Those of ``plan``, which is that of ``setup``; the most useful first."""
+    found = [
+        _bucket(setup, plan),
+        _kept_gathered(setup, plan),
+        _step(setup, plan),
+        _logits(plan),
+        _resume(plan),
+    ]
+    return [surprise for surprise in found if surprise]
+
+
+def _bucket(setup: Setup, plan: MemoryPlan) -> Surprise | None:
+    """All of the bucket is allocated, however little is trained."""
+    size, fitted = setup.zero.reduce_bucket_size, fitted_bucket(setup)
+    saves = _saved(setup, plan, dataclasses.replace(setup.zero, reduce_bucket_size=fitted))
+    if setup.zero_stage == 0 or saves < _MATTERS * plan.peak_bytes:
+        return None
+    text = (
+        f"DeepSpeed allocates all {size:,} elements of reduce_bucket_size "
+        f"although only {setup.numel:,} parameters are trained"
+    )
+    return Surprise(text, ("zero_optimization.reduce_bucket_size", fitted), saves)
+
+
+def _kept_gathered(setup: Setup, plan: MemoryPlan) -> Surprise | None:
+    """Stage 3 keeps what will be used again within stage3_max_reuse_distance."""
+    saves = _saved(setup, plan, dataclasses.replace(setup.zero, stage3_max_reuse_distance=0))
+    if setup.zero_stage != 3 or saves < _MATTERS * plan.peak_bytes:
+        return None
+    text = (
+        "stage 3 keeps weights gathered that are used again within stage3_max_reuse_distance "
+        f"({setup.zero.stage3_max_reuse_distance:,} elements); 0 gathers them again for the backward pass"
+    )
+    return Surprise(text, ("zero_optimization.stage3_max_reuse_distance", 0), saves)
+
+
+def _step(setup: Setup, plan: MemoryPlan) -> Surprise | None:
+    if plan.phase not in (CONVERT, UPDATE):
+        return None
+    more = (plan.peak_bytes - plan.rest_bytes) / 2**30
+    return Surprise(
+        f"the optimizer's step takes {more:.2f} GiB more than what rests (gradients in 16 bit and in fp32 at "
+        "once): adding up weights, gradients and optimizer states misses that"
+    )
+
+
+def _logits(plan: MemoryPlan) -> Surprise | None:
+    there = sum(item.size for item in plan.items if "logits" in item.name and plan.phase in item.when)
+    if there < _LOGITS_MATTER * plan.peak_bytes:
+        return None
+    return Surprise(
+        f"logits take {there / 2**30:.2f} GiB at the peak, several bytes for each token and word of the "
+        "vocabulary: they shrink with max_length and the micro-batch only"
+    )
+
+
+def _resume(plan: MemoryPlan) -> Surprise | None:
+    if plan.host_phase != "resuming" or plan.host_fits is None:
+        return None
+    peak = plan.host_peak_bytes / 2**30
+    return Surprise(
+        f"a host needs most when a run is resumed, {peak:.2f} GiB: every rank reads its checkpoint at once"
+    )
+
+
+def _saved(setup: Setup, plan: MemoryPlan, zero: ZeroOptions) -> int:
+    return plan.peak_bytes - plan_memory(dataclasses.replace(setup, zero=zero)).peak_bytes
