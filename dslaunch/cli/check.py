@@ -60,7 +60,7 @@ def command(
     force: bool,
     as_json: bool,
 ) -> int:
-    """Check DeepSpeed configs (run files and hostfiles too; -: stdin) without torch or DeepSpeed.
+    """Check DeepSpeed configs, run files, hostfiles and batch scripts (-: stdin), without DeepSpeed.
 
     Exit code 0: no errors; 1: errors (with --strict also warnings); 2: a file cannot be read.
     """
@@ -69,17 +69,11 @@ def command(
     if against is not None:
         return _compare(files[0], against, as_json)
     if fix or diff:
-        from dslaunch.cli.check_fix import mend_files
+        from dslaunch.cli.check_fix import Mending, mend_files
 
-        return mend_files(
-            files,
-            target,
-            write_to=output,
-            in_place=in_place,
-            show=diff,
-            force=force,
-            report=lambda checked, err: report(checked, strict=strict, as_json=as_json, err=err),
-        )
+        mending = Mending(fix, output, in_place, diff, force, as_json)
+        remaining = mend_files(files, target, mending)
+        return report(remaining, strict=strict, as_json=as_json, err=mending.report_on_stderr)
     return report([_check(path, target) for path in files], strict=strict, as_json=as_json)
 
 
@@ -111,18 +105,18 @@ def installed_version() -> str | None:
     return None
 
 
-def read_bytes(path: str) -> bytes | None:
-    """The content of a file or of stdin (``-``); None where there is no such file."""
-    from dslaunch.core.errors import ConfigError
+def read_bytes(path: str) -> bytes | CheckedFile:
+    """The content of a file or of stdin (``-``); what is said about it where it cannot be read."""
+    from dslaunch.config.check.files import missing_file, unreadable_file
 
     if path == "-":
         return sys.stdin.buffer.read()
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        return missing_file(path, Path.cwd())
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        return unreadable_file(path, getattr(error, "strerror", None) or str(error))
 
 
 def report(checked: list[CheckedFile], *, strict: bool, as_json: bool, err: bool = False) -> int:
@@ -143,12 +137,10 @@ def report(checked: list[CheckedFile], *, strict: bool, as_json: bool, err: bool
 
 
 def _check(path: str, target: Target) -> CheckedFile:
-    from dslaunch.config.check.files import check_file, missing_file
+    from dslaunch.config.check.files import check_file
 
     data = read_bytes(path)
-    if data is None:
-        return missing_file(path, Path.cwd())
-    return check_file("<stdin>" if path == "-" else path, data, target)
+    return check_file("<stdin>" if path == "-" else path, data, target) if isinstance(data, bytes) else data
 
 
 def _print(file: CheckedFile, err: bool) -> None:
@@ -182,6 +174,10 @@ def _check_flags(
         raise click.UsageError("-o and --in-place go with --fix")
     if output and in_place:
         raise click.UsageError("-o and --in-place exclude each other")
+    if in_place and "-" in files:
+        raise click.UsageError("--in-place needs a file: stdin has none to write over")
+    if [*files, against].count("-") > 1:
+        raise click.UsageError("- is stdin, which can be read once only")
     if output and len(files) > 1:
         raise click.UsageError("-o takes one FILE; use --in-place for several")
     if against is not None and (len(files) > 1 or fix or diff):
@@ -212,17 +208,24 @@ def _compare(path: str, other: str, as_json: bool) -> int:
 
 
 def _load(path: str) -> dict[str, object]:
-    from dslaunch.config.check import check_config
-    from dslaunch.config.check.files import nearest_path
+    """The config of a file, to be compared. Raises ConfigError where it is none."""
+    from dslaunch.config.check import Target, check_config
+    from dslaunch.config.check.files import check_file
     from dslaunch.core.errors import ConfigError
 
     data = read_bytes(path)
-    if data is None:
-        near = nearest_path(path)
-        hint = f"did you mean {near}?" if near else None
-        raise ConfigError(f"config not found: {path} (in {Path.cwd()})", hint=hint)
-    checked = check_config(data.decode("utf-8", errors="replace"))
-    if checked.value is None:
+    if isinstance(data, bytes):
+        checked = check_file(path, data, Target())
+    else:
+        checked = data
+    if not checked.readable:
         problem = checked.findings[0]
         raise ConfigError(f"{path}:{problem.line or 1}: {problem.message}", hint=problem.hint)
-    return checked.value
+    value = check_config(data.decode("utf-8")).value if isinstance(data, bytes) else None
+    if checked.kind != "deepspeed-config" or value is None:
+        hint = "render it with dslaunch gen-config, and compare what comes out"
+        raise ConfigError(
+            f"{path}: --against compares DeepSpeed configs, and this is a {checked.kind}",
+            hint=hint if checked.kind == "run-file" else None,
+        )
+    return value

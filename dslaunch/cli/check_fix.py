@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,41 +16,59 @@ if TYPE_CHECKING:
     from dslaunch.config.check.files import CheckedFile
     from dslaunch.config.check.repair import Repaired
 
-Report = Callable[["list[CheckedFile]", bool], int]
+
+@dataclass(frozen=True)
+class Mending:
+    """What the flags ask for. ``fix`` is False for --diff alone, which reports the file as it is."""
+
+    fix: bool
+    write_to: str | None
+    in_place: bool
+    show: bool
+    force: bool
+    as_json: bool
+
+    @property
+    def diff_on_stderr(self) -> bool:
+        return self.write_to == "-" or self.as_json
+
+    @property
+    def report_on_stderr(self) -> bool:
+        """stdout holds the config with ``-o -``, the diff with --diff unless a program asks for --json."""
+        return self.write_to == "-" or (self.show and not self.as_json)
 
 
-def mend_files(
-    files: tuple[str, ...],
-    target: Target,
-    *,
-    write_to: str | None,
-    in_place: bool,
-    show: bool,
-    force: bool,
-    report: Report,
-) -> int:
-    """Mend each file, write it where asked, and report what remains; returns the exit code of that."""
+def mend_files(files: Sequence[str], target: Target, mending: Mending) -> list[CheckedFile]:
+    """Mend each file and write it where asked; returns what remains to be said about each."""
+    return [_mend_file(path, target, mending) for path in files]
+
+
+def _mend_file(path: str, target: Target, mending: Mending) -> CheckedFile:
     from dslaunch.cli.check import read_bytes
-    from dslaunch.config.check.files import CheckedFile, check_file, missing_file
+    from dslaunch.config.check.files import CheckedFile, check_file
 
-    remaining: list[CheckedFile] = []
-    for path in files:
-        data = read_bytes(path)
-        if data is None:
-            remaining.append(missing_file(path, Path.cwd()))
-            continue
-        name = "<stdin>" if path == "-" else path
-        checked = check_file(name, data, target)
-        if checked.kind == "deepspeed-config" and checked.readable:
-            repaired = _mend(name, data.decode("utf-8"), target, show, err=write_to == "-")
-            if write_to is not None or (in_place and repaired.done):
-                _write(repaired, path if in_place else str(write_to), force=force or in_place)
-                checked = CheckedFile(name, "deepspeed-config", repaired.left.findings)
-        remaining.append(checked)
-    return report(remaining, show or write_to == "-")
+    data = read_bytes(path)
+    if not isinstance(data, bytes):
+        return data
+    name = "<stdin>" if path == "-" else path
+    checked = check_file(name, data, target)
+    if not checked.readable:
+        return checked
+    if checked.kind != "deepspeed-config":
+        if mending.write_to is not None:
+            raise ConfigError(
+                f"{name} is a {checked.kind}; nothing was written",
+                hint="--fix mends DeepSpeed configs alone",
+            )
+        return checked
+    repaired = _mend(name, data.decode("utf-8"), target, mending)
+    if mending.write_to is not None or (mending.in_place and repaired.done):
+        write_to = path if mending.in_place else str(mending.write_to)
+        _write(repaired, write_to, force=mending.force or mending.in_place)
+    return CheckedFile(name, "deepspeed-config", repaired.left.findings) if mending.fix else checked
 
 
-def _mend(name: str, text: str, target: Target, show: bool, *, err: bool) -> Repaired:
+def _mend(name: str, text: str, target: Target, mending: Mending) -> Repaired:
     from dslaunch.config.check.repair import repair_config, show_diff
     from dslaunch.config.hjson_reader import read_hjson
 
@@ -59,8 +78,8 @@ def _mend(name: str, text: str, target: Target, show: bool, *, err: bool) -> Rep
         click.echo(f"{name}: {finding.key or 'the file'}: {finding.fix or 'mended'}", err=True)
     if repaired.done and any(deviation.kind == "comment" for deviation in read_hjson(text).deviations):
         click.echo(f"note: {name}: // comments are not kept, since JSON has none", err=True)
-    if show:
-        click.echo(show_diff(text, repaired.text, name), nl=False, err=err)
+    if mending.show:
+        click.echo(show_diff(text, repaired.text, name), nl=False, err=mending.diff_on_stderr)
     return repaired
 
 

@@ -161,3 +161,65 @@ def test_names_with_anything_in_them(capsys: Capture) -> None:
     name = "a b;$(x)\n'ü.json"
     write(name, GOOD)
     assert main(["check", name]) == 0
+
+
+def test_a_directory_among_files(capsys: Capture) -> None:
+    assert main(["check", ".", "good.json", "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert [[f["code"] for f in file["findings"]] for file in report["files"]] == [["not-read"], []]
+
+
+def test_fix_with_diff_exits_by_what_would_remain(capsys: Capture) -> None:
+    write(
+        "old.json", {k: v for k, v in GOOD.items() if k != "gradient_clipping"} | {"gradient_clipp1ng": 0.5}
+    )
+    before = Path("old.json").read_text()
+    assert main(["check", "old.json", "--diff"]) == 1
+    assert main(["check", "old.json", "--fix", "--diff"]) == 0
+    assert Path("old.json").read_text() == before
+
+
+def test_json_stays_alone_on_stdout(capsys: Capture) -> None:
+    assert main(["check", "warned.json", "--fix", "--diff", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["files"][0]["findings"] == []
+    assert err.count("--- warned.json") == 1
+
+
+def test_a_diff_beside_the_mended_config_on_stdout(capsys: Capture) -> None:
+    assert main(["check", "warned.json", "--fix", "--diff", "-o", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert "sub_group_size" not in json.loads(out)["zero_optimization"]
+    assert '-    "sub_group_size": 1' in err
+
+
+def test_fix_writes_nothing_for_other_files(capsys: Capture) -> None:
+    Path("hosts").write_text("a slots=8\n")
+    assert main(["check", "hosts", "--fix", "-o", "new"]) == 2
+    assert "hosts is a hostfile; nothing was written" in capsys.readouterr().err
+    assert not Path("new").exists()
+    assert main(["check", "hosts", "warned.json", "--fix", "--in-place"]) == 0
+    assert Path("hosts").read_text() == "a slots=8\n"
+
+
+def test_only_configs_are_compared(capsys: Capture) -> None:
+    Path("hosts").write_text("a slots=8\n")
+    Path("run.yaml").write_text("model: a/b\ndata: {train: x/y}\n")
+    assert main(["check", "good.json", "--against", "hosts"]) == 2
+    assert "this is a hostfile" in capsys.readouterr().err
+    assert main(["check", "run.yaml", "--against", "good.json"]) == 2
+    assert "gen-config" in capsys.readouterr().err
+
+
+def test_stdin_is_read_once(capsys: Capture) -> None:
+    assert main(["check", "-", "-"]) == 2
+    assert main(["check", "-", "--against", "-"]) == 2
+    assert main(["check", "-", "--fix", "--in-place"]) == 2
+
+
+def test_a_batch_script(capsys: Capture) -> None:
+    Path("job.sh").write_text("#!/bin/bash\n#SBATCH --nodes=2\nsrun python t.py --node_rank $SLURM_NODEID\n")
+    assert main(["check", "job.sh", "--json"]) == 1
+    (file,) = json.loads(capsys.readouterr().out)["files"]
+    assert file["kind"] == "batch-script"
+    assert [(f["code"], f["line"]) for f in file["findings"]] == [("rank-too-early", 3)]

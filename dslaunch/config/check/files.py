@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dslaunch.config.check import Target, check_config, looks_like_deepspeed
+from dslaunch.config.check.places import finding_of, finding_of_note
 from dslaunch.config.hjson_reader import Document, HjsonError, read_hjson
-from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
+from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.finding import Finding
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ Kind = Literal["deepspeed-config", "run-file", "hostfile", "batch-script", "unkn
 _SCRIPT = re.compile(r"\A\ufeff?#!|^#(?:SBATCH|PBS|BSUB|PJM|FLUX:|\$ -)", re.MULTILINE)
 _HOST_LINE = re.compile(r"^[^\s#{}\":]\S*\s+slots\s*=", re.MULTILINE)
 _RUN_KEY = re.compile(r"^(?:model|data|task|adapter|precision|cluster|launch|output)\s*:", re.MULTILINE)
-_PLACE = re.compile(r"^(?P<file>.*?):(?P<line>\d+)(?::(?P<column>\d+))?: (?P<text>.*)$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ def check_file(path: str, data: bytes, target: Target) -> CheckedFile:
         return CheckedFile(path, "unknown", (finding,), readable=False)
     kind = find_kind(path, text)
     if kind == "hostfile":
-        return _check_hostfile(path, text)
+        from dslaunch.config.check.hostfiles import check_hostfile
+
+        return CheckedFile(path, kind, check_hostfile(path, text))
     if kind == "run-file":
         return _check_run_file(path, text, target)
     if kind == "batch-script":
@@ -106,34 +108,14 @@ def nearest_path(path: str) -> str | None:
         parent = parent.parent
     names = [str(found) for found in parent.glob("*")]
     names += [str(found) for found in parent.glob(f"*/{wanted.name}")]
-    near = difflib.get_close_matches(path, names, n=1)
+    near = difflib.get_close_matches(path, names, n=1, cutoff=0.75)
     return near[0] if near else None
 
 
-def _check_hostfile(path: str, text: str) -> CheckedFile:
-    from dslaunch.core.hostfile import parse_hostfile
-
-    try:
-        hosts = parse_hostfile(text, path)
-    except HostfileError as error:
-        return CheckedFile(path, "hostfile", (_from_error(error, "hostfile"),))
-    findings = []
-    names = [host.name for host in hosts]
-    local = [name for name in names if name in ("localhost", "127.0.0.1", "::1")]
-    if local and len(names) > 1:
-        message = f"{local[0]} stands beside other hosts: they would look for it on themselves"
-        findings.append(
-            Finding("hostfile", "warning", "", message, hint="write the name that the others know")
-        )
-    for number, line in enumerate(text.splitlines(), start=1):
-        if match := re.search(r"\sslots=(\d+)([A-Za-z]\w*)\s*(?:#|$)", line):
-            message = (
-                f"slots={match[1]}{match[2]} is one slot of that name here; DeepSpeed reads {match[1]} slots"
-            )
-            findings.append(
-                Finding("hostfile", "warning", "", message, number, hint=f"write slots={match[1]}")
-            )
-    return CheckedFile(path, "hostfile", tuple(findings))
+def unreadable_file(path: str, reason: str) -> CheckedFile:
+    """The finding for a directory, or a file that may not be read."""
+    finding = Finding("not-read", "error", "", f"cannot be read: {reason}", hint="name a readable file")
+    return CheckedFile(path, "unknown", (finding,), readable=False)
 
 
 def _check_script(text: str, target: Target) -> tuple[Finding, ...]:
@@ -152,12 +134,11 @@ def _check_run_file(path: str, text: str, target: Target) -> CheckedFile:
     try:
         loaded = load_run_file(Path(path), text=text)
     except ConfigErrors as errors:
-        return CheckedFile(
-            path, "run-file", tuple(_from_error(error, "run-file") for error in errors.problems)
-        )
+        found = tuple(finding_of(error, "run-file", path) for error in errors.problems)
+        return CheckedFile(path, "run-file", found)
     except ConfigError as error:
-        return CheckedFile(path, "run-file", (_from_error(error, "run-file"),))
-    findings = [_from_note(note) for note in loaded.notes]
+        return CheckedFile(path, "run-file", (finding_of(error, "run-file", path),))
+    findings = [finding_of_note(note) for note in loaded.notes]
     if loaded.spec.deepspeed:
         findings += _check_overrides(loaded, target)
     return CheckedFile(path, "run-file", tuple(findings))
@@ -183,20 +164,3 @@ def _listed(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _listed(item) for key, item in value.items()}
     return [_listed(item) for item in value] if isinstance(value, (tuple, list)) else value
-
-
-def _from_error(error: ConfigError, code: str) -> Finding:
-    match = _PLACE.match(error.message)
-    if match is None:
-        return Finding(code, "error", "", error.message, hint=error.hint)
-    column = int(match["column"]) if match["column"] else None
-    key = re.match(r"(?:unknown key )?([\w.\[\]-]+)(?=[:;,]|$)", match["text"])
-    name = key[1] if key else ""
-    return Finding(code, "error", name, match["text"], int(match["line"]), column, error.hint)
-
-
-def _from_note(note: str) -> Finding:
-    match = _PLACE.match(note)
-    if match is None:
-        return Finding("note", "info", "", note)
-    return Finding("note", "info", "", match["text"], int(match["line"]))

@@ -9,7 +9,7 @@ from dslaunch.config.check.values import check_value
 from dslaunch.config.schema import VERSIONS, Key, find_key, nearest_keys, section_keys
 from dslaunch.core.finding import Edit, KeyPath
 
-_COMMENTS = ("_", "//", "x-", "#")
+_COMMENTS = ("_", "//", "x-")
 # Unknown keys that a table of names cannot explain: what their writer wanted.
 _MEANT: dict[str, tuple[str, str]] = {
     "max_grad_norm": ("gradient_clipping", "clipping is gradient_clipping at the top level"),
@@ -32,7 +32,7 @@ _SCALE_KEYS = {"loss_scale", "initial_scale_power", "loss_scale_window", "hyster
 
 
 def is_comment(name: str) -> bool:
-    """Keys that people write as remarks: ``_note``, ``//``, ``x-mine``, ``#off``."""
+    """Keys that people write as remarks: ``_note``, ``//``, ``x-mine``."""
     return name.startswith(_COMMENTS)
 
 
@@ -181,6 +181,8 @@ def _report_unknown(checker: Checker, path: KeyPath, name: str, kind: str) -> No
     target, hint = _guess(checker, path, name, section)
     edits: tuple[Edit, ...] = ()
     fix = None
+    if name.startswith("#"):  # turned off by its writer, as if this were a shell script
+        target, hint = "", f'a remark begins with _, // or x-: "_{name[1:]}"'
     if target and not checker.has(*target.split(".")) and not _is_blocked(checker, target):
         edits = (Edit("rename", path, tuple(target.split("."))),)
         fix = f"rename to {target}"

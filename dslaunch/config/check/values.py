@@ -116,7 +116,7 @@ def _type_error(checker: Checker, path: KeyPath, key: Key, value: Any, fixed: An
     shown = f'"{value}"' if isinstance(value, str) else _shown(value)
     fix = None if fixed is None else f"write {_shown(fixed)}"
     edits = () if fixed is None else (Edit("set", path, fixed),)
-    hint = fix or (f"values: {', '.join(key.range)}" if key.type == "choice" else None)
+    hint = fix or (f"values: {', '.join(key.range)}" if key.type == "choice" else _default_hint(key))
     message = f"{shown} is {is_kind}, but {_NAMES[key.type]} is expected"
     checker.report("type", "error", path, message, hint, fix=fix, edits=edits)
 
@@ -181,8 +181,14 @@ def _check_range(checker: Checker, path: KeyPath, key: Key, value: int | float) 
     for bound in limits:
         sign = bound[:2] if bound[:2] in _COMPARE else bound[0]
         if not _COMPARE[sign](value, float(bound[len(sign) :])):
-            checker.report("range", "error", path, f"{value} is out of range: it must be {_words(bound)}")
+            message = f"{value} is out of range: it must be {_words(bound)}"
+            checker.report("range", "error", path, message, _default_hint(key))
             return
+
+
+def _default_hint(key: Key) -> str:
+    known = key.default not in ("", "null", "auto")
+    return f"the default is {key.default}" if known else "write such a value, or remove the key"
 
 
 def _words(bound: str) -> str:
@@ -209,7 +215,9 @@ def _check_texts(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         _type_error(checker, path, key, value)
     elif key.range and (other := [item for item in value if item not in key.range]):
-        checker.report("choice", "error", path, f'"{other[0]}" is not one of {", ".join(key.range)}')
+        checker.report(
+            "choice", "error", path, f'"{other[0]}" is not one of {", ".join(key.range)}', "choose among them"
+        )
 
 
 def _check_never(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:

@@ -248,7 +248,11 @@ def _check_others(checker: Checker) -> None:
                 )
     if checker.on("wall_clock_breakdown"):
         checker.report(
-            "slow", "info", ("wall_clock_breakdown",), "its timers wait for the device and slow training"
+            "slow",
+            "info",
+            ("wall_clock_breakdown",),
+            "its timers wait for the device and slow training",
+            "turn it off once you have measured",
         )
     if not checker.has(PARENT):
         wanted = checker.target.reader == "accelerate"

@@ -201,6 +201,18 @@ def test_torch_adam_is_right_on_a_cpu() -> None:
     assert not [f for f in found(config, devices=(lookup_device("cpu"),)) if f.code == "slow"]
 
 
+def test_a_key_turned_off_by_a_hash() -> None:
+    """DeepSpeed ignores it; putting the key back is not what its writer wants."""
+    finding = the("unknown-key", {"#flops_profiler": {"enabled": True}})
+    assert (finding.severity, finding.fix) == ("error", None)
+    assert '"_flops_profiler"' in str(finding.hint)
+
+
+def test_every_error_has_one_thing_to_do() -> None:
+    for row in MISTAKES:
+        assert [f for f in found(row[1]) if f.severity == "error" and not f.hint] == []
+
+
 def test_remarks_are_no_keys() -> None:
     assert found({"_comment": 1, "// note": 2, "x-mine": {"a": 1}}) == found({})
 

@@ -267,6 +267,29 @@ class TestFiles:
         checked = check_file("hosts", b"localhost slots=8\nnode1 slots=8\n", Target())
         assert [finding.severity for finding in checked.findings] == ["warning"]
 
+    def test_every_wrong_line_of_a_hostfile(self) -> None:
+        text = b"a slots=8\nb slots=0\n# x\na slots=4\nc:8\nd lots=8\ne slots = 8\n"
+        checked = check_file("hosts", text, Target())
+        assert [(f.severity, f.line) for f in checked.findings] == [("error", n) for n in (2, 4, 5, 6, 7)]
+
+    @pytest.mark.parametrize(
+        ("hosts", "severity"),
+        [
+            ("node1 slots=8\nnode1.lab slots=8\n", "warning"),
+            ("10.0.0.1 slots=8\nnode1 slots=8\n", "info"),
+            ("10.0.0.1 slots=8\n10.0.0.2 slots=8\n", None),
+            ("node1.lab slots=8\r\nnode2.lab slots=8  # new\r\n", None),
+            ("node1 slots=8\n", None),
+        ],
+    )
+    def test_one_machine_under_two_names(self, hosts: str, severity: str | None) -> None:
+        found = check_file("hosts", hosts.encode(), Target()).findings
+        assert [finding.severity for finding in found] == ([severity] if severity else [])
+
+    def test_no_host_at_all(self) -> None:
+        (finding,) = check_file("hosts", b"a slots=0\n", Target()).findings
+        assert (finding.line, finding.column) == (1, 9)
+
     def test_a_run_file(self) -> None:
         checked = check_file("run.yaml", b"model: a/b\ndata: {train: x/y}\ntrain_batchsize: 8\n", Target())
         assert checked.kind == "run-file"
