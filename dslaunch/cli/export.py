@@ -28,6 +28,9 @@ def command(checkpoint: Path, output: Path, merge: bool, force: bool, as_json: b
     CHECKPOINT is RUN_DIR/checkpoints/step-N, or RUN_DIR for its last one.
     Plain transformers and peft load the result.
     """
+    from dslaunch.cli.existing import check_checkpoint
+
+    check_checkpoint(checkpoint)
     from dslaunch.train.quiet import quiet_libraries, stdout_is_data
 
     quiet_libraries()

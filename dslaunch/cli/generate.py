@@ -44,6 +44,9 @@ def command(
     Decoding is greedy: the same prompt gives the same answer.
     """
     texts = list(_read_prompts(prompts))
+    from dslaunch.cli.existing import check_model
+
+    check_model(model)
     from dslaunch.train.quiet import quiet_libraries, stdout_is_data
 
     quiet_libraries()

@@ -67,7 +67,9 @@ def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str
     Raises nothing: a wrong hostfile is ``hostfile_problem``, and a local GPU that is
     not in the device table has precisions that are "unknown".
     """
-    paths = {key: _path_fact(key, text, _base(loaded, key, cwd)) for key, text in written_paths(loaded.spec)}
+    paths = {
+        key: look_at_path(key, text, _base(loaded, key, cwd)) for key, text in written_paths(loaded.spec)
+    }
     hosts, problem = None, None
     if loaded.spec.cluster.hostfile is not None:
         try:
@@ -165,7 +167,8 @@ def _is_data_key(key: str) -> bool:
     return key.startswith(("data.train[", "data.eval["))
 
 
-def _path_fact(key: str, text: str, base: Path) -> PathFact:
+def look_at_path(key: str, text: str, base: Path) -> PathFact:
+    """What ``text``, written for ``key`` (of :func:`written_paths`), is as seen from ``base``."""
     path = Path(os.path.normpath(base / Path(text).expanduser()))
     if path.is_dir():
         return PathFact("directory", str(path))

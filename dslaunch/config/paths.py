@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from dslaunch.config.facts import Facts, PathFact, is_hub_key, looks_like_path, written_paths
 from dslaunch.config.report import Report
@@ -28,18 +29,30 @@ def check_hub_id(key: str, text: str, fact: PathFact, report: Report) -> None:
 
     A name that is only like one that is there gives a note: it may be a hub id.
     """
-    if looks_like_path(text) or is_gguf(text) or fact.parent_exists:
+    where = report.loaded.where(key)
+    doubt = doubt_hub_id(text, fact)
+    if doubt == "path":
         fail_missing(key, text, fact, report)
-    elif fact.nearest is None:
-        if "/" not in text and key.startswith("data."):  # most data of the hub has its owner's name before it
-            report.note(f"{report.loaded.where(key)}{key}: there is no {text} here; it is taken for a hub id")
-    elif "/" not in text and _likeness(text, Path(fact.nearest).name) >= _NEAR_MISS:
+    elif doubt == "mistyped":
         message = f"{key}: there is no {text} here, but there is {fact.nearest}"
         hint = f"write that name; for a model or dataset of the hub write its owner too: owner/{text}"
         report.fail(key, message, hint)
-    else:
-        where = report.loaded.where(key)
+    elif doubt == "like":
         report.note(f"{where}{key}: {text} is taken for a hub id; there is also {fact.nearest}")
+    elif "/" not in text and key.startswith("data."):  # most data of the hub has its owner's name before it
+        report.note(f"{where}{key}: there is no {text} here; it is taken for a hub id")
+
+
+def doubt_hub_id(text: str, fact: PathFact) -> Literal["path", "mistyped", "like"] | None:
+    """Why ``text``, which is not there, may not be meant as a hub id: it can only be a path, it is a
+    mistyped name of what is there, or it is somewhat like one. None: nothing speaks against it.
+    """
+    if looks_like_path(text) or is_gguf(text) or fact.parent_exists:
+        return "path"
+    if fact.nearest is None:
+        return None
+    near = "/" not in text and _likeness(text, Path(fact.nearest).name) >= _NEAR_MISS
+    return "mistyped" if near else "like"
 
 
 def check_data_file(key: str, text: str, fact: PathFact, report: Report) -> None:

@@ -19,6 +19,7 @@ from dslaunch.core.plan import ModelPlan, RunPlan
 from dslaunch.core.run_dir import cache_dir
 from dslaunch.train.adapters import add_adapter
 from dslaunch.train.gguf import convert_gguf
+from dslaunch.train.hub import check_hub_model, has_no_answer, no_answer
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -59,11 +60,14 @@ def load_tokenizer(model: ModelPlan, dtype: torch.dtype) -> Any:
     ``dtype`` is the training dtype: a .gguf file is converted once, for both.
     A missing pad token becomes the end-of-text token for padding only; which
     tokens are trained never depends on it.
-    Raises ConfigError where there is none or its template file cannot be read.
+    Raises ConfigError where there is none or its template file cannot be read,
+    EnvironmentNotReady where it is to come from a hub that gives no answer.
     """
     from transformers import AutoTokenizer
 
     source = model.tokenizer or model_source(model, dtype)
+    if model.tokenizer or model.kind == "hub":
+        check_hub_model(source, None if model.tokenizer else model.revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source,
@@ -204,6 +208,8 @@ def _load_error(
         return error
     if isinstance(error, ImportError):
         return EnvironmentNotReady(f"loading the {what} {source} needs another package: {one_line(error)}")
+    if has_no_answer(error):
+        return no_answer(source, error)
     if "trust_remote_code" in str(error):
         return ConfigError(
             f"the {what} {source} needs Python code from its own repository, which is not run",

@@ -1,0 +1,81 @@
+"""Whether what a command is given is there, said at once: before torch is imported or the hub is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dslaunch.core.errors import ConfigError
+
+
+def check_model(text: str) -> None:
+    """A directory or .gguf file must be there; what can be a hub id passes, with a note where it may be none.
+
+    Raises ConfigError with the nearest name that is there.
+    """
+    if Path(text).expanduser().exists():
+        return
+    from dslaunch.config.facts import look_at_path
+    from dslaunch.config.paths import doubt_hub_id
+
+    fact = look_at_path("model.path", text, Path.cwd())
+    doubt = doubt_hub_id(text, fact)
+    if doubt in ("path", "mistyped"):
+        hint = f"did you mean {fact.nearest}?" if fact.nearest else f"looked for {fact.absolute}"
+        raise ConfigError(f"no such directory or .gguf file: {text}", hint=hint)
+    if doubt == "like":
+        click.echo(f"note: {text} is taken for a hub id; there is also {fact.nearest}", err=True)
+
+
+def check_checkpoint(path: Path) -> None:
+    """A checkpoint or run directory must be there. Raises ConfigError with what is there instead."""
+    from dslaunch.core.run_dir import RunDir, checkpoint_step
+
+    if not path.exists():
+        if checkpoint_step(path) is not None and path.parent.is_dir():
+            raise ConfigError(
+                f"{path.parent} has no {path.name}",
+                hint=_describe_steps(path.parent) or "it has no checkpoint",
+            )
+        raise ConfigError(f"no such directory: {path}", hint=_nearest_directory(path))
+    if not path.is_dir():
+        raise ConfigError(f"{path} is a file, not a run directory or checkpoint", hint=_RUN_HINT)
+    if _steps(path) or _steps(RunDir(path).checkpoints) or checkpoint_step(path.resolve()) is not None:
+        return
+    if RunDir(path).plan.is_file():
+        raise ConfigError(
+            f"the run in {path} has no checkpoint yet",
+            hint="one is written at its end, and every output.save_steps steps",
+        )
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ConfigError(f"{path} is no run: it holds a model or adapter already", hint=_RUN_HINT)
+
+
+_RUN_HINT = "give RUN_DIR, or RUN_DIR/checkpoints/step-N"
+
+
+def _steps(directory: Path) -> list[int]:
+    from dslaunch.core.run_dir import checkpoint_step
+
+    if not directory.is_dir():
+        return []
+    found = (checkpoint_step(entry) for entry in directory.iterdir() if entry.is_dir())
+    return sorted(step for step in found if step is not None)
+
+
+def _describe_steps(directory: Path) -> str | None:
+    steps = _steps(directory)
+    shown = ", ".join(f"step-{step}" for step in steps[-8:])
+    return f"it has {'..., ' if len(steps) > 8 else ''}{shown}" if steps else None
+
+
+def _nearest_directory(path: Path) -> str:
+    import difflib
+
+    parent = path.parent
+    while not parent.is_dir() and parent != parent.parent:
+        path, parent = parent, parent.parent
+    names = [entry.name for entry in parent.iterdir() if entry.is_dir()]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {parent / near[0]}?" if near else _RUN_HINT
