@@ -24,6 +24,7 @@ from dslaunch.cli import options
 @click.option("--model", metavar="MODEL", help="Model to plan for: hub id, directory or .gguf file.")
 @options.training_options
 @options.cluster_options
+@options.template_option
 @options.set_option
 @options.output_option
 @options.force_option
@@ -64,8 +65,8 @@ def _render(
     report = Report(loaded, notes=list(loaded.notes))
     engine = resolve_engine(report, facts)
     check_written_paths(report, facts)
-    if engine and run_file is None:
+    if engine:
         check_for_own_script(engine[0], report)
-    config = render_ds_config(engine[0], report) if engine else {}
+    config = render_ds_config(engine[0], report, facts, engine[1].devices) if engine else {}
     report.raise_if_any()
     return config, tuple(report.notes)

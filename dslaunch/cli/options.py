@@ -39,6 +39,7 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "gradient_clipping": ("gradient_clipping",),
     "lr": ("optimizer", "lr"),
     "optimizer": ("optimizer", "type"),
+    "template": ("deepspeed_template",),
     "run_dir": ("output", "run_dir"),
     "max_length": ("data", "max_length"),
     "gradient_checkpointing": ("model", "gradient_checkpointing"),
@@ -52,6 +53,9 @@ _TRAINING = (*_SCRIPT_ONLY, "max_length", "gradient_checkpointing", "attention")
 
 set_option = click.option(
     "--set", "set_", multiple=True, metavar="KEY=VALUE", help="Set a key of the run file (repeatable)."
+)
+template_option = click.option(
+    "--template", metavar="FILE", help="Render the DeepSpeed JSON from this Jinja file."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 output_option = click.option(

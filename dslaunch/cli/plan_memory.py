@@ -118,7 +118,7 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
         loaded = settle_zero(loaded, world, facts, training_of(training))
     report = Report(loaded, notes=list(loaded.notes))
     resolved = resolve_engine(report, world)
-    config = render_ds_config(resolved[0], report) if resolved else {}
+    config = render_ds_config(resolved[0], report, world, resolved[1].devices) if resolved else {}
     report.raise_if_any()
     assert resolved is not None
     engine, hosts = resolved

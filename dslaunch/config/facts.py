@@ -16,6 +16,7 @@ from dslaunch.core.devices import Inventory, probe_inventory
 from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
 from dslaunch.core.host_memory import local_memory_bytes
 from dslaunch.core.hostfile import parse_hostfile
+from dslaunch.core.templating import TemplateFile
 from dslaunch.core.topology import Host, is_this_machine
 
 _MAX_LINES = 2000  # of a hostfile that is read line by line for all that is wrong with it
@@ -47,6 +48,8 @@ class Facts:
     """The devices of this machine, the hostfile's hosts and the paths that the run file names.
 
     ``paths`` is keyed by key path (``model.path``, ``data.train[0].path``).
+    ``template`` is the user's own for the DeepSpeed JSON, None where there is none or where
+    ``template_problem`` says why it cannot be read.
     ``hosts`` is None without a hostfile, or with one that cannot be read: ``hostfile_problem``
     says why, to be shown with all other problems. ``model_dtype`` is what the model's
     config.json says of its weights, None where it says nothing or is not local.
@@ -59,6 +62,8 @@ class Facts:
     model_dtype: str | None = None
     hostfile_problem: ConfigError | None = None
     host_memory_bytes: int | None = None  # RAM of this machine that we may use
+    template: TemplateFile | None = None
+    template_problem: ConfigError | None = None
 
 
 def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str]) -> Facts:
@@ -76,6 +81,12 @@ def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str
             hosts = load_hostfile(paths["cluster.hostfile"], loaded.where("cluster.hostfile"))
         except ConfigError as error:
             problem = error
+    template, template_problem = None, None
+    if (fact := paths.get("deepspeed_template")) is not None:
+        try:
+            template = load_template(fact, loaded.where("deepspeed_template"), cwd)
+        except ConfigError as error:
+            template_problem = error
     model = paths.get("model.path")
     return Facts(
         inventory=probe_inventory(environ),
@@ -85,6 +96,8 @@ def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str
         model_dtype=model_dtype(Path(model.absolute)) if model and model.kind != "missing" else None,
         hostfile_problem=problem,
         host_memory_bytes=local_memory_bytes(),
+        template=template,
+        template_problem=template_problem,
     )
 
 
@@ -106,6 +119,22 @@ def load_hostfile(fact: PathFact, where: str) -> tuple[Host, ...]:
         return parse_hostfile(text, fact.absolute)
     except HostfileError as error:
         raise _all_wrong_lines(text, fact.absolute, error) from None
+
+
+def load_template(fact: PathFact, where: str, cwd: Path) -> TemplateFile:
+    """Read a user's template; messages call it by its path from ``cwd``. Raises ConfigError."""
+    path = Path(fact.absolute)
+    name = str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
+    if fact.kind != "file":
+        what = "not found" if fact.kind == "missing" else "is a directory"
+        copy = "dslaunch template copy deepspeed/ds_config.json.j2 gives one to edit"
+        hint = f"did you mean {fact.nearest}?" if fact.nearest else copy
+        raise ConfigError(f"{where}deepspeed_template: {name} {what}", hint=hint)
+    try:
+        return TemplateFile(name, path.read_bytes().decode("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{where}deepspeed_template: cannot read {name}: {reason}") from None
 
 
 def _all_wrong_lines(text: str, name: str, first: HostfileError) -> ConfigError:
@@ -136,6 +165,7 @@ def looks_like_path(text: str) -> bool:
 def written_paths(spec: Any) -> list[tuple[str, str]]:
     """Key path and text of everything in the spec that is or may be a path."""
     found: list[tuple[str, str | None]] = [("cluster.hostfile", spec.cluster.hostfile)]
+    found.append(("deepspeed_template", spec.deepspeed_template))
     if spec.model is not None:
         found += [("model.path", spec.model.path), ("model.tokenizer", spec.model.tokenizer)]
         found.append(("model.chat_template", spec.model.chat_template))

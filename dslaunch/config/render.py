@@ -3,50 +3,60 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dslaunch.config.engine_plan import EnginePlan
-from dslaunch.config.passthrough import Path, check_overrides, leaves
+from dslaunch.config.facts import Facts
+from dslaunch.config.nested import Path, leaves, merge
+from dslaunch.config.rendered import parse_rendered, place_of
 from dslaunch.config.report import Report
-from dslaunch.core.errors import ConfigError
-from dslaunch.core.templating import render_template
+from dslaunch.core.devices import Device
+from dslaunch.core.errors import ConfigError, ConfigErrors
+from dslaunch.core.templating import Rendered, render_template
 
 TEMPLATE = "deepspeed/ds_config.json.j2"
 
 
-def render_ds_config(engine: EnginePlan, report: Report) -> dict[str, Any]:
+def render_ds_config(
+    engine: EnginePlan,
+    report: Report,
+    facts: Facts,
+    devices: Sequence[Device] | None,
+) -> dict[str, Any]:
     """The DeepSpeed JSON of ``engine`` with the run file's ``deepspeed:`` keys merged last.
 
-    Raises ConfigError where the rendered text is no JSON or says something else
-    than the plan; overrides that contradict the run file go to ``report``.
+    Rendered from the user's template where ``facts`` has one. ``devices``: of all hosts,
+    where known. What is wrong with that template or those keys goes to ``report``. Raises
+    ConfigError(s) where our own template gives no JSON or says something else than the plan.
     """
-    config = parse_rendered(render_template(TEMPLATE, engine.context()), TEMPLATE)
-    check_against_plan(config, engine, TEMPLATE)
-    overrides = report.loaded.spec.deepspeed
-    if overrides:
-        check_overrides(overrides, engine.precision, planned_values(engine), report)
-        config = _merge(config, overrides)
-    return config
+    ours = render_template(TEMPLATE, engine.context())
+    config = planned = parse_rendered(ours)
+    check_against_plan(config, engine, ours)
+    rendered = None
+    if facts.template_problem is not None:
+        report.add("deepspeed_template", facts.template_problem)
+    if facts.template is not None:
+        try:
+            rendered = render_template(facts.template, engine.context())
+            config = parse_rendered(rendered)
+            check_against_plan(config, engine, rendered)
+        except ConfigError as error:
+            report.add("deepspeed_template", error)
+            return planned
+    final = merge(config, report.loaded.spec.deepspeed)
+    if final != planned or _may_be_risky(engine):
+        # Not imported for nothing: a thirtieth of a second, a tenth of the whole command.
+        from dslaunch.config.passthrough import Additions, check_additions
+
+        additions = Additions(planned, planned_values(engine), engine.precision, rendered, config)
+        check_additions(additions, final, report, world_size=engine.batch.world_size, devices=devices)
+    return final
 
 
 def to_text(config: Mapping[str, Any]) -> str:
     """The JSON as it is printed and saved."""
     return json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def parse_rendered(text: str, name: str) -> dict[str, Any]:
-    """Parse rendered text strictly: no comments, no duplicate keys, no NaN."""
-    try:
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        line = text.splitlines()[error.lineno - 1].strip() if text.splitlines() else ""
-        raise ConfigError(f"template {name} does not give JSON: {error.msg} near {line!r}") from None
-    except ValueError as error:
-        raise ConfigError(f"template {name} does not give JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"template {name} gives no JSON object")
-    return value
 
 
 def planned_values(engine: EnginePlan) -> dict[Path, Any]:
@@ -76,49 +86,38 @@ def planned_values(engine: EnginePlan) -> dict[Path, Any]:
     return values
 
 
-def check_against_plan(config: Mapping[str, Any], engine: EnginePlan, name: str) -> None:
-    """Raise ConfigError at the first key that is missing, differs in value or type, or is ``auto``."""
+def check_against_plan(config: Mapping[str, Any], engine: EnginePlan, rendered: Rendered) -> None:
+    """Raise ConfigError(s) for every planned key that is missing or differs in value or type."""
     found = dict(leaves(config))
+    problems = []
     for path, value in planned_values(engine).items():
-        key = ".".join(path)
+        key, write = ".".join(path), _expression(path)
         if path not in found:
-            raise ConfigError(f"template {name}: {key} is missing; the plan says {value!r}")
-        if type(found[path]) is not type(value) or found[path] != value:
-            raise ConfigError(f"template {name}: {key} is {found[path]!r}; the plan says {value!r}")
-    for path, value in found.items():
-        if value == "auto":
-            raise ConfigError(
-                f'template {name}: {".".join(path)} is "auto", which DeepSpeed itself cannot read'
-            )
-    if engine.precision != "fp16" and set(config["fp16"]) != {"enabled"}:
-        raise ConfigError(
-            f"template {name}: fp16 has keys besides enabled, but precision is {engine.precision}"
-        )
+            message = f"{place_of(rendered, path)}: {key} is missing; the plan says {json.dumps(value)}"
+            problems.append(ConfigError(message, hint=f'write "{path[-1]}": {write}'))
+        elif type(found[path]) is not type(value) or found[path] != value:
+            there = json.dumps(found[path], ensure_ascii=False)
+            message = f"{place_of(rendered, path)}: {key} is {there}; the plan says {json.dumps(value)}"
+            problems.append(ConfigError(message, hint=f"write {write} here, and the value in the run file"))
+    if problems:
+        raise problems[0] if len(problems) == 1 else ConfigErrors(problems)
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(below, value) if both else _listed(value)  # type: ignore[arg-type]
-    return merged
+def _expression(path: Path) -> str:
+    """What a template writes for a planned value."""
+    if path[0] in ("fp16", "bf16") and path[1] == "enabled":
+        return f'{{{{ (precision == "{path[0]}") | json }}}}'
+    if path == ("fp16", "loss_scale"):
+        return '{{ (0 if fp16.loss_scale == "dynamic" else fp16.loss_scale) | json }}'
+    if path == ("zero_optimization", "stage"):
+        return "{{ zero_stage | json }}"
+    renamed = {"zero_optimization": ("zero_options",), "data_types": ()}
+    name = (*renamed.get(path[0], path[:1]), *path[1:])
+    in_batch = path[0].startswith(("train_", "gradient_accumulation"))
+    return f"{{{{ {'batch.' if in_batch else ''}{'.'.join(name)} | json }}}}"
 
 
-def _listed(value: Any) -> Any:
-    """The run file's tuples as lists, which is what JSON has."""
-    if isinstance(value, Mapping):
-        return {key: _listed(item) for key, item in value.items()}
-    return [_listed(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return result
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
+def _may_be_risky(engine: EnginePlan) -> bool:
+    """Whether the plan itself may hold something that ``check`` warns of."""
+    saves = engine.zero_options.get("stage3_gather_16bit_weights_on_model_save", True)
+    return engine.fp16 is not None or "offload_optimizer" in engine.zero_options or not saves

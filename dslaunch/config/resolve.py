@@ -50,7 +50,7 @@ def resolve(
     scheduler = _scheduler(loaded.spec, report)
     output = _output(loaded.spec, report)
     check_env(loaded.spec.launch, report)
-    ds_config = render_ds_config(engine[0], report) if engine else {}
+    ds_config = render_ds_config(engine[0], report, facts, engine[1].devices) if engine else {}
     report.raise_if_any()
     assert engine is not None
     plan = RunPlan(
@@ -72,6 +72,7 @@ def resolve(
         output=output,
         launch=parts.launch(engine[1], run_dir=run_dir, cwd=cwd, python=interpreter),
         ds_config=ds_config,
+        deepspeed_template=parts.template(),
         origins={},
     )
     return build_origins(plan, report), tuple(report.notes)
@@ -175,6 +176,10 @@ class _Parts:
         if fact.kind != "file":
             fail_missing(key, f"file {text}", fact, self.report)
         return fact.absolute
+
+    def template(self) -> str | None:
+        fact = self.facts.paths.get("deepspeed_template")
+        return fact.absolute if fact else None
 
     def interpreter(self, default: str) -> str:
         """The ranks' Python: a path is an absolute file, a bare name stays for PATH to find."""

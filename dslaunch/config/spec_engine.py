@@ -187,7 +187,13 @@ class EngineSpec(Section):
     cluster: ClusterSpec = Field(
         default_factory=dict, validate_default=True, description="Machines and devices."
     )
+    deepspeed_template: Text | None = Field(
+        None,
+        description="Jinja file to render the DeepSpeed JSON from in place of dslaunch's own"
+        " (`dslaunch template copy deepspeed/ds_config.json.j2`). It must say what the run file says.",
+    )
     deepspeed: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further keys of the DeepSpeed JSON, merged last. What the run file decides is refused.",
+        description="Further keys of the DeepSpeed JSON, merged last. What the run file decides is refused,"
+        " and so is what `dslaunch check` calls an error or a warning.",
     )

@@ -195,6 +195,7 @@ class RunPlan:
     launch: LaunchPlan
     ds_config: Mapping[str, Any]  # the DeepSpeed JSON, as rendered
     origins: Mapping[str, Origin]
+    deepspeed_template: str | None = None  # absolute path of the user's own that it is rendered from
     schema_version: int = SCHEMA_VERSION
 
 

@@ -1,9 +1,16 @@
-"""Templates and example hostfiles that come with the package, and rendering them."""
+"""Templates and example hostfiles that come with the package, and rendering templates, also a user's own.
+
+A user's template is text like a run file: it is rendered in jinja2's sandbox, may include
+what ``dslaunch template list`` shows and nothing else, and reads no file.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +20,41 @@ if TYPE_CHECKING:
     import jinja2
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_MARK = re.compile("\x00(.*?):(\\d+)\x00")
+
+
+@dataclass(frozen=True)
+class TemplateFile:
+    """A user's template: its text, and the name that messages call it by."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Rendered text, and from which template and line each part of it comes."""
+
+    text: str
+    source: TemplateFile | str
+    context: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.source if isinstance(self.source, str) else self.source.name
+
+    def place(self, offset: int) -> str:
+        """``FILE:LINE`` of the template that wrote the text at ``offset``; the file alone where unknown."""
+        marked = _render(self.source, self.context, marked=True)
+        if _MARK.sub("", marked) != self.text:
+            return self.name  # the template looks at its own text, which the marks change
+        place, removed = self.name, 0
+        for mark in _MARK.finditer(marked):
+            if mark.start() - removed > offset:
+                break
+            place = f"{mark[1]}:{mark[2]}"
+            removed += len(mark[0])
+        return place
 
 
 def template_root() -> Path:
@@ -33,29 +75,53 @@ def shipped_files() -> dict[str, Path]:
     return files
 
 
-def render_template(name: str, context: dict[str, Any]) -> str:
-    """Render a shipped template. Every value goes through the ``json`` filter to keep its type.
+def load_description(path: Path) -> str:
+    """What a shipped file is for: its first comment, which fits on one line."""
+    with path.open(encoding="utf-8") as file:
+        first = file.readline().strip()
+    return first.removeprefix("{#").removesuffix("#}").removeprefix("#").strip()
 
-    Raises ConfigError with file and line where the template is wrong or names
-    something that is not in ``context``.
+
+def render_template(source: TemplateFile | str, context: Mapping[str, Any]) -> Rendered:
+    """Render a user's template, or a shipped one by its name.
+
+    A value keeps its type through the ``json`` filter. Raises ConfigError with file and
+    line where the template is wrong or names something that is not in ``context``.
     """
+    return Rendered(_render(source, context, marked=False), source, context)
+
+
+def _render(source: TemplateFile | str, context: Mapping[str, Any], *, marked: bool) -> str:
     import jinja2
 
-    environment = _environment(template_root())
+    name = source if isinstance(source, str) else source.name
+    environment = _environment(template_root(), marked)
     try:
-        return environment.get_template(name).render(context)
+        if isinstance(source, str):
+            return environment.get_template(source).render(context)
+        code = environment.compile(source.text, name, name)
+        globals_ = environment.make_globals(None)
+        return jinja2.Template.from_code(environment, code, globals_).render(context)
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"template {error.name or name}:{error.lineno}: {error.message}") from None
+        raise ConfigError(f"{error.name or name}:{error.lineno}: {error.message}") from None
     except jinja2.TemplateNotFound as error:
-        raise ConfigError(f"template {error.name} not found under {template_root()}") from None
+        hint = "a template may include those that `dslaunch template list` shows"
+        raise ConfigError(f"{_place(error, name)}: there is no template {error.name}", hint=hint) from None
     except jinja2.UndefinedError as error:
-        raise ConfigError(f"template {_place(error, name)}: {error.message}") from None
+        hint_ = _nearest_name(str(error.message), context)
+        raise ConfigError(f"{_place(error, name)}: {error.message}", hint=hint_) from None
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{_place(error, name)}: {error.message}") from None
+    except Exception as error:  # a template may do anything to a value: divide by it, index it
+        message = f"{_place(error, name)}: {type(error).__name__}: {error}"
+        raise ConfigError(message) from None
 
 
-def _environment(root: Path) -> jinja2.Environment:
+def _environment(root: Path, marked: bool) -> jinja2.Environment:
     import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = jinja2.Environment(
+    environment = ImmutableSandboxedEnvironment(
         loader=jinja2.FileSystemLoader(root),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # JSON, not HTML; the json filter quotes
@@ -64,7 +130,28 @@ def _environment(root: Path) -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.filters["json"] = _to_json
+    if marked:
+        _add_marks(environment)
     return environment
+
+
+def _add_marks(environment: jinja2.Environment) -> None:
+    """Make every line of a template's plain text begin with a mark that names it."""
+    from jinja2.ext import Extension
+    from jinja2.lexer import Token, TokenStream
+
+    class Marks(Extension):
+        def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
+            for token in stream:
+                if token.type != "data":
+                    yield token
+                    continue
+                lines = str(token.value).split("\n")
+                marks = (f"\x00{stream.name}:{token.lineno + i}\x00" for i in range(len(lines)))
+                text = "\n".join(mark + line for mark, line in zip(marks, lines, strict=True))
+                yield Token(token.lineno, "data", text)
+
+    environment.add_extension(Marks)
 
 
 def _to_json(value: Any) -> str:
@@ -77,13 +164,32 @@ def _to_json(value: Any) -> str:
 
 def _place(error: BaseException, name: str) -> str:
     """``file:line`` of the innermost template frame: jinja2 rewrites tracebacks to template lines."""
+    root = str(template_root())
     place, traceback = name, error.__traceback__
     while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename.endswith(".j2"):
-            file = Path(traceback.tb_frame.f_code.co_filename)
-            place = f"{file.relative_to(template_root())}:{traceback.tb_lineno}"
+        file = traceback.tb_frame.f_code.co_filename
+        if file == name or file.startswith(f"{root}/"):
+            place = f"{file.removeprefix(f'{root}/')}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return place
+
+
+def _nearest_name(message: str, context: Mapping[str, Any]) -> str | None:
+    """The name that an undefined one most likely stands for."""
+    import difflib
+
+    match = re.search(r"'(\w+)' is undefined|no attribute '(\w+)'", message)
+    if match is None:
+        return None
+    known: dict[str, str] = {}
+    for name, value in context.items():
+        fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        known |= {field.name: f"{name}.{field.name}" for field in fields}
+        known[name] = name
+    near = difflib.get_close_matches(match[1] or match[2], known, n=1)
+    if near:
+        return f"did you mean {known[near[0]]}?"
+    return f"the names are {', '.join(sorted(context))}"
 
 
 def _data_root(kind: str) -> Path:

@@ -17,6 +17,7 @@ from dslaunch.config.spec import RunSpec
 from dslaunch.core.devices import Accelerator, Inventory, lookup_device
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.plan import RunPlan
+from dslaunch.core.templating import TemplateFile
 from dslaunch.core.topology import Host
 
 SMALL = "model: org/model\ndata: {train: org/data}\ntrain_batch_size: 8\n"
@@ -57,6 +58,7 @@ def facts_of(
     paths: dict[str, PathFact] | None = None,
     model_dtype: str | None = None,
     hostfile_problem: ConfigError | None = None,
+    template: TemplateFile | None = None,
 ) -> Facts:
     """Facts in which no path exists but those of ``paths``."""
     missing = {key: PathFact("missing", f"/base/{text}") for key, text in written_paths(loaded.spec)}
@@ -66,6 +68,7 @@ def facts_of(
         paths={**missing, **(paths or {})},
         model_dtype=model_dtype,
         hostfile_problem=hostfile_problem,
+        template=template,
     )
 
 
@@ -91,8 +94,9 @@ def engine_of(text: str, *overrides: str, **facts: Any) -> tuple[EnginePlan, dic
     """Engine plan, DeepSpeed JSON and notes. Raises the problems as the commands do."""
     loaded = load(text, *overrides)
     report = Report(loaded)
-    engine = resolve_engine(report, facts_of(loaded, **facts))
-    config = render_ds_config(engine[0], report) if engine else {}
+    known = facts_of(loaded, **facts)
+    engine = resolve_engine(report, known)
+    config = render_ds_config(engine[0], report, known, engine[1].devices) if engine else {}
     report.raise_if_any()
     assert engine is not None
     return engine[0], config, report.notes

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dslaunch.config.ds_keys import OLD_ZERO_KEYS, TOP_LEVEL_KEYS, TOP_LEVEL_TYPES, ZERO_TYPES
 from dslaunch.config.facts import PathFact
+from dslaunch.config.schema import top_level_keys
 from dslaunch.config.spec_engine import Fp16Spec, ZeroSpec
 from dslaunch.config.zero import ACTING_STAGES
 from dslaunch.core.batch_size import solve_batch_sizes
@@ -161,7 +161,7 @@ def test_the_list_of_top_level_keys_is_deepspeeds_own(monkeypatch: pytest.Monkey
     removed = set(theirs._REMOVED_TOP_LEVEL_CONFIG_KEYS)  # looked up to be refused
     # sequence_parallel_size is read only where there is no mpu.
     assert {"train_batch_size", "zero_optimization", *removed} < config.asked
-    assert (config.asked - removed) | {"sequence_parallel_size"} == TOP_LEVEL_KEYS
+    assert (config.asked - removed) | {"sequence_parallel_size"} == top_level_keys()
 
 
 def test_the_batch_triangle_agrees_with_deepspeed() -> None:
@@ -180,32 +180,3 @@ def test_the_batch_triangle_agrees_with_deepspeed() -> None:
         assert read.gradient_accumulation_steps == batch.gradient_accumulation_steps
         assert math.prod((micro, batch.gradient_accumulation_steps, world)) == train
     assert refused > 5
-
-
-def test_the_table_of_zero_keys_is_deepspeeds_own() -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
-
-    def keys(kind: Any) -> dict[str, str]:
-        return {field.alias or name: str(field.annotation) for name, field in kind.model_fields.items()}
-
-    theirs = keys(DeepSpeedZeroConfig)
-    assert set(theirs) == {*ZERO_TYPES, *OLD_ZERO_KEYS}
-    for key, annotation in theirs.items():
-        if "bool" in annotation and key not in OLD_ZERO_KEYS:
-            assert ZERO_TYPES[key] is bool
-        elif annotation == "<class 'int'>":
-            assert ZERO_TYPES[key] is int
-    assert set(ZERO_TYPES["offload_param"]) == set(keys(DeepSpeedZeroOffloadParamConfig))
-    assert set(ZERO_TYPES["offload_optimizer"]) == set(keys(DeepSpeedZeroOffloadOptimizerConfig))
-
-
-@pytest.mark.parametrize("section", ["flops_profiler", "activation_checkpointing"])
-def test_the_tables_of_other_sections_are_deepspeeds_own(section: str) -> None:
-    config = engine_of(f"{NEEDS}train_batch_size: 8\n")[1]
-    read = parsed(config, 1)
-    theirs = {"flops_profiler": read.flops_profiler_config}.get(section, read.activation_checkpointing_config)
-    assert set(vars(theirs)) == set(TOP_LEVEL_TYPES[section])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from dslaunch.config import render
 from dslaunch.config.zero import ACTING_STAGES
 from dslaunch.core.errors import ConfigError, ConfigErrors
+from dslaunch.core.templating import TemplateFile, template_root
 from tests.config.build import SMALL, engine_of, gpus
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "ds_config"
@@ -98,13 +98,13 @@ def test_what_every_json_has(name: str) -> None:
         ),
         (
             "deepspeed: {gradient_clippping: 1}",
-            "no key of DeepSpeed; did you mean gradient_clipping?",
-            "gradient",
+            "no key of DeepSpeed; DeepSpeed ignores it without a word",
+            "did you mean gradient_clipping?",
         ),
         (
             "deepspeed: {gradient_clipping: auto}",
             "auto is a word of the Hugging Face Trainer",
-            "value itself",
+            "remove it",
         ),
         ("deepspeed: {bf16: {enabled: true}}", "bf16.enabled: True contradicts False", "set precision in"),
         (
@@ -119,12 +119,11 @@ def test_what_every_json_has(name: str) -> None:
         ("deepspeed: {bfloat16: {enabled: true}}", "the run file has its own key for it", "precision: bf16"),
         (
             "deepspeed: {zero_optimization: {stage3_max_live_parameters: 5}}",
-            "has no effect at zero_optimization.stage 2",
-            "remove stage3_max_live_parameters",
+            "acts at stage 3 only; the stage is 2",
+            "remove it, or set zero_optimization.stage to 3",
         ),
-        ("deepspeed: {fp16: {}}", "deepspeed.fp16: {} contradicts", "set precision in"),
         ("deepspeed: {bf16: 1}", "bf16: 1 contradicts", "set precision in"),
-        ("deepspeed: {qqq_qqq: 1}", "deepspeed.qqq_qqq is no key of DeepSpeed", "ignore it silently"),
+        ("deepspeed: {qqq_qqq: 1}", "deepspeed.qqq_qqq: is no key of DeepSpeed", "explain --list"),
     ],
 )
 def test_overrides_cannot_contradict_the_run_file(written: str, message: str, hint: str) -> None:
@@ -140,39 +139,46 @@ def test_overrides_cannot_contradict_the_run_file(written: str, message: str, hi
     [
         (
             "zero_optimization: {overlap_com: true}",
-            "zero_optimization.overlap_com is no key of DeepSpeed; did you mean overlap_comm?",
-            "write overlap_comm",
-        ),
-        (
-            "zero_optimization: {stage3_max_live_paramters: 3}",
-            "zero_optimization.stage3_max_live_paramters is no key of DeepSpeed; did you mean"
-            " stage3_max_live_parameters?",
-            None,
+            "zero_optimization.overlap_com: is no key of zero_optimization; DeepSpeed refuses the config",
+            "did you mean zero_optimization.overlap_comm?",
         ),
         (
             "zero_optimization: {offload_optimizer: {device: cpu, pin_memry: true}}",
-            "zero_optimization.offload_optimizer.pin_memry is no key of DeepSpeed; did you mean pin_memory?",
-            None,
+            "zero_optimization.offload_optimizer.pin_memry: is no key of",
+            "did you mean zero_optimization.offload_optimizer.pin_memory?",
         ),
-        ("zero_optimization: {cpu_offload: true}", "zero_optimization.cpu_offload is an old name", None),
+        ("zero_optimization: {cpu_offload: true}", "zero_optimization.cpu_offload: is deprecated", "offload"),
         (
             'zero_optimization: {overlap_comm: "true"}',
-            'zero_optimization.overlap_comm: "true" is text, where true or false is meant',
-            "write true or false, without quotes",
+            'overlap_comm: "true" is a text, but true or false is expected',
+            "write true",
         ),
-        ("zero_optimization: {reduce_bucket_size: true}", "size: true is not a whole number", None),
-        ("zero_optimization: {reduce_bucket_size: 1.5}", "size: 1.5 is not a whole number", None),
-        ("zero_optimization: {offload_optimizer: cpu}", '"cpu" is text, where a mapping is meant', None),
         (
-            "zero_optimization: {stage3_module_granularity_threshold: 1}",
-            "stage3_module_granularity_threshold has no effect at zero_optimization.stage 2",
+            "zero_optimization: {reduce_bucket_size: true}",
+            "size: true is true or false, but a whole number is expected",
             None,
         ),
-        ('flops_profiler: {enabled: "true"}', 'flops_profiler.enabled: "true" is text, where true or', None),
-        ('tensorboard: {enabled: "false"}', 'tensorboard.enabled: "false" is text, where', None),
-        ("activation_checkpointing: {partition_activation: true}", "mean partition_activations?", None),
-        ('wall_clock_breakdown: "no"', 'wall_clock_breakdown: "no" is text, where true or false', None),
-        ("steps_per_print: ten", 'steps_per_print: "ten" is text, where a whole number is meant', None),
+        ("zero_optimization: {reduce_bucket_size: 1.5}", "size: 1.5 has a fraction", "write 2"),
+        ("zero_optimization: {reduce_bucket_size: 0}", "size: 0 is out of range", None),
+        ("zero_optimization: {offload_optimizer: cpu}", '"cpu" is a text, but a section in braces', None),
+        (
+            "zero_optimization: {offload_optimizer: {device: cpu, ratio: 0.5}}",
+            "ratio: 0.5 needs stage 3: DeepSpeed refuses it below",
+            None,
+        ),
+        ("zero_optimization: {stage3_module_granularity_threshold: 1}", "acts at stage 3 only", "remove it"),
+        ('flops_profiler: {enabled: "true"}', 'flops_profiler.enabled: "true" is a text', "write true"),
+        ('tensorboard: {enabled: "false"}', 'tensorboard.enabled: "false" is a text', "write false"),
+        ("tensorboard: {job_nme: x}", "tensorboard.job_nme: is no key of", "tensorboard.job_name?"),
+        ("activation_checkpointing: {partition_activation: true}", "is no key of", "partition_activations?"),
+        ('wall_clock_breakdown: "no"', 'wall_clock_breakdown: "no" is a text', "write false"),
+        ("steps_per_print: ten", 'steps_per_print: "ten" is a text, but a whole number', None),
+        ("steps_per_print: auto", '"auto" means nothing to DeepSpeed', "write the value itself"),
+        ("prescale_gradients: true", "is refused at stage 2 while", "remove it"),
+        ("gradient_allreduce_op: summ", '"summ" is not one of mean, sum', "did you mean sum?"),
+        ("curriculum_learning: {enabled: true}", "was removed from DeepSpeed", None),
+        ("comet: {api_key: abc}", "a key stands in the file", "COMET_API_KEY"),
+        ("sequence_parallel_size: 3", "does not divide the world size 1", None),
         (
             "optimizer: {params: {foo: 1}}",
             "optimizer.params.foo: optimizer.params is decided by the run file itself",
@@ -215,7 +221,7 @@ def test_known_keys_of_the_right_type_pass() -> None:
         " gradient_clipping: 1, optimizer: {params: {betas: [0.9, 0.999]}}, aio: {single_submit: true},"
         " zero_allow_untested_optimizer: true, data_types: {grad_accum_dtype: fp32}}"
     )
-    config = engine_of(f"{SMALL}deepspeed: {text}\n")[1]
+    config = engine_of(f"{SMALL}zero_optimization: {{stage: 3}}\ndeepspeed: {text}\n")[1]
     assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "ratio": 1}
 
 
@@ -229,41 +235,130 @@ def test_an_override_that_repeats_the_run_file_is_let_be() -> None:
     assert config["train_batch_size"] == 8
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (lambda c: c.pop("gradient_clipping"), "gradient_clipping is missing"),
-        (lambda c: c.update(train_batch_size=9), "train_batch_size is 9; the plan says 8"),
-        (lambda c: c.update(train_batch_size=8.0), "train_batch_size is 8.0; the plan says 8"),
-        (lambda c: c["bf16"].update(enabled=True), "bf16.enabled is True; the plan says False"),
-        (lambda c: c["bf16"].update(enabled=0), "bf16.enabled is 0; the plan says False"),
-        (lambda c: c["optimizer"]["params"].update(lr="2e-05"), "optimizer.params.lr is '2e-05'"),
-        (lambda c: c["zero_optimization"].update(reduce_bucket_size="auto"), 'reduce_bucket_size is "auto"'),
-        (lambda c: c["fp16"].update(loss_scale=0), "fp16 has keys besides enabled"),
-    ],
-)
-def test_rendered_text_is_compared_with_the_plan(change: Any, part: str) -> None:
-    engine, config, _ = engine_of(SMALL)
-    render.check_against_plan(config, engine, "t.j2")
-    wrong = copy.deepcopy(config)
-    change(wrong)
+OURS = (template_root() / "deepspeed" / "ds_config.json.j2").read_text(encoding="utf-8")
+
+
+def render_own(text: str, run_file: str = SMALL, **facts: Any) -> dict[str, Any]:
+    """The JSON from a user's template my.j2 with this text."""
+    return engine_of(run_file, template=TemplateFile("my.j2", text), **facts)[1]
+
+
+def wrong_lines(text: str, run_file: str = SMALL, **facts: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        render.check_against_plan(wrong, engine, "t.j2")
-    assert part in caught.value.message
+        render_own(text, run_file, **facts)
+    assert caught.value.exit_code == 2
+    problems = caught.value.problems if isinstance(caught.value, ConfigErrors) else [caught.value]
+    return [problem.message for problem in problems]
+
+
+def with_line(old: str, new: str) -> str:
+    """Our template with one line written otherwise."""
+    (line,) = [line for line in OURS.split("\n") if old in line]
+    return OURS.replace(line, new)
+
+
+def test_a_copy_of_our_template_gives_the_same() -> None:
+    for name in CASES:
+        text, facts = CASES[name]
+        if "nvme" not in text:
+            assert render_own(OURS, SMALL + text, **facts) == config_of(name)
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
+    ("old", "new", "message"),
     [
-        ('{"a": 1,}', "does not give JSON"),
-        ('{"a": 1, "a": 2}', "'a' is there twice"),
-        ('{"a": NaN}', "NaN is not a JSON number"),
-        ("[]", "gives no JSON object"),
-        ("", "does not give JSON"),
-        ("// x\n{}", "does not give JSON"),
+        ('"gradient_clipping"', "", "my.j2: gradient_clipping is missing; the plan says 1.0"),
+        (
+            '"train_batch_size"',
+            '"train_batch_size": 9,',
+            "my.j2:3: train_batch_size is 9; the plan says 8",
+        ),
+        (
+            '"train_batch_size"',
+            '"train_batch_size": 8.0,',
+            "my.j2:3: train_batch_size is 8.0; the plan says 8",
+        ),
+        (
+            '"train_batch_size"',
+            '"train_batch_size": "{{ batch.train_batch_size }}",',
+            'my.j2:3: train_batch_size is "8"; the plan says 8',
+        ),
+        (
+            "precision.json",
+            '"fp16": {"enabled": false},\n  "bf16": {"enabled": true},',
+            "my.j2:9: bf16.enabled is true; the plan says false",
+        ),
+        (
+            "precision.json",
+            '"fp16": {"enabled": false},\n  "bf16": {"enabled": 0},',
+            "my.j2:9: bf16.enabled is 0; the plan says false",
+        ),
+        (
+            "precision.json",
+            '"fp16": {"enabled": false, "loss_scale": 0},\n  "bf16": {"enabled": false},',
+            "my.j2:8: fp16.loss_scale: fp16 is decided by the run file itself",
+        ),
+        (
+            "zero.json",
+            '"zero_optimization": {\n    "stage": 2,\n    "reduce_bucket_size": "auto"\n  },',
+            'my.j2:11: zero_optimization.reduce_bucket_size: "auto" means nothing to DeepSpeed',
+        ),
+        (
+            "zero.json",
+            '"zero_optimization": {\n    "stage": 2,\n    "sub_group_size": 5\n  },',
+            "my.j2:11: zero_optimization.sub_group_size: acts at stage 3 only; the stage is 2",
+        ),
+        (
+            '"gradient_clipping"',
+            '"gradient_clipping": 1.0,\n  "gradient_cliping": 2.0,',
+            "my.j2:8: gradient_cliping: is no key of DeepSpeed",
+        ),
+        (
+            '"gradient_clipping"',
+            '"gradient_clipping": 1.0,\n  "scheduler": {},',
+            "my.j2:8: scheduler: the run file has its own key for it",
+        ),
     ],
 )
-def test_rendered_text_must_be_strict_json(text: str, part: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        render.parse_rendered(text, "t.j2")
-    assert part in caught.value.message
+def test_rendered_text_is_compared_with_the_plan_and_checked(old: str, new: str, message: str) -> None:
+    (found,) = wrong_lines(with_line(old, new))
+    assert found.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{\n"a": 1,}', "my.j2:2: the rendered text is not JSON: "),
+        ('{\n"a": 1,\n"b": 1, "a": 2}', "my.j2:3: the rendered text is not JSON: the key 'a' is there twice"),
+        ('{\n\n"a": NaN}', "my.j2:3: the rendered text is not JSON: NaN is not a JSON number"),
+        ("[]", "my.j2:1: the rendered text is JSON, but no object"),
+        ("", "my.j2: the rendered text is not JSON: Expecting value"),
+        ("{# a #}\n// x\n{}", "my.j2:2: the rendered text is not JSON: Expecting value near '// x'"),
+        ('{\n{% for i in [1, 2] %}\n"a": {{ i }}\n{% endfor %}\n}', "my.j2:3: the rendered text is not JSON"),
+        ("{\n  {{ optimizer.typ }}", "my.j2:2: "),
+        ("{\n{% if %}", "my.j2:2: "),
+    ],
+)
+def test_rendered_text_must_be_strict_json(text: str, message: str) -> None:
+    (found,) = wrong_lines(text)
+    assert found.startswith(message)
+
+
+def test_a_template_may_add_what_the_plan_leaves_open() -> None:
+    added = '"gradient_clipping": {{ gradient_clipping | json }},\n  "steps_per_print": 100,'
+    assert render_own(with_line('"gradient_clipping"', added))["steps_per_print"] == 100
+
+
+def test_raw_keys_are_merged_over_a_template() -> None:
+    added = '"gradient_clipping": {{ gradient_clipping | json }},\n  "steps_per_print": 100,'
+    text = with_line('"gradient_clipping"', added)
+    config = render_own(text, SMALL + "deepspeed: {steps_per_print: 5}\n")
+    assert config["steps_per_print"] == 5
+    (found,) = wrong_lines(text, SMALL + "deepspeed: {steps_per_print: -5}\n")
+    assert found.startswith("run.yaml:4: deepspeed.steps_per_print: -5 is out of range")
+
+
+def test_what_check_warns_of_in_the_plan_itself_is_said() -> None:
+    text = SMALL + "precision: fp16\nfp16: {initial_scale_power: 32}\n"
+    notes = engine_of(text, inventory=gpus("v100"))[2]
+    assert any(note.startswith("run.yaml:5: fp16.initial_scale_power: the scale starts at") for note in notes)

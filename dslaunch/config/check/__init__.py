@@ -22,7 +22,7 @@ from dslaunch.config.hjson_reader import Document, HjsonError, read_hjson
 from dslaunch.config.schema import VERSION, VERSIONS
 from dslaunch.core.finding import Finding
 
-__all__ = ["CheckedConfig", "Reader", "Target", "check_config", "looks_like_deepspeed"]
+__all__ = ["CheckedConfig", "Reader", "Target", "check_config", "check_value", "looks_like_deepspeed"]
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,25 @@ def check_config(text: str, target: Target | None = None) -> CheckedConfig:
     check_syntax(checker)
     if "\r\n" in text:
         checker.report("line-ends", "info", (), "lines end as on Windows (CRLF), which both readers accept")
+    _check_meaning(checker)
+    found = sorted(checker.findings, key=lambda finding: (finding.line or 0, finding.column or 0))
+    return CheckedConfig(tuple(found), document.value, document)
+
+
+def check_value(config: dict[str, Any], target: Target) -> tuple[Finding, ...]:
+    """All findings about a config that is no text (yet), so that none has a line."""
+    checker = Checker(Document("", config), target)
+    _check_meaning(checker)
+    return tuple(checker.findings)
+
+
+def _check_meaning(checker: Checker) -> None:
+    """Every rule but those about the text."""
     check_keys(checker)
     check_batch(checker)
     check_precision(checker)
     check_optimizer(checker)
     check_zero(checker)
-    found = sorted(checker.findings, key=lambda finding: (finding.line or 0, finding.column or 0))
-    return CheckedConfig(tuple(found), document.value, document)
 
 
 def check_version(checker: Checker) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dslaunch.config.check import Target, check_config, looks_like_deepspeed
 from dslaunch.config.check.places import finding_of, finding_of_note
 from dslaunch.config.hjson_reader import Document, HjsonError, read_hjson
+from dslaunch.config.nested import listed
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.finding import Finding
 
@@ -149,7 +149,7 @@ def _check_overrides(loaded: LoadedSpec[Any], target: Target) -> list[Finding]:
     from dslaunch.config.check.context import Checker
     from dslaunch.config.check.keys import check_keys
 
-    checker = Checker(Document("", _listed(loaded.spec.deepspeed)), target)
+    checker = Checker(Document("", listed(loaded.spec.deepspeed)), target)
     check_keys(checker)
     found = []
     for finding in checker.findings:
@@ -157,10 +157,3 @@ def _check_overrides(loaded: LoadedSpec[Any], target: Target) -> list[Finding]:
         line, message = loaded.line(key) or None, f"deepspeed.{finding.message}"
         found.append(replace(finding, key=key, line=line, message=message, fix=None, edits=()))
     return found
-
-
-def _listed(value: Any) -> Any:
-    """A run file's tuples as lists, which is what a JSON config has."""
-    if isinstance(value, Mapping):
-        return {key: _listed(item) for key, item in value.items()}
-    return [_listed(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -212,9 +212,8 @@ def _check_fit(checker: Checker, found: Optimizer) -> None:
             edits=(Edit("delete", ("optimizer", "params", "torch_adam")),),
         )
     elif offload and found.from_torch and checker.stage:
-        checker.report(
-            "slow", "warning", path, f"{found.name} from torch runs on the CPU with offload_optimizer"
-        )
+        message = f"{found.name} from torch runs on the CPU with offload_optimizer"
+        checker.report("slow", "info", path, message)
 
 
 def _check_muon(checker: Checker) -> None:
