@@ -179,14 +179,14 @@ def _explain_fp16(part: Fp16Spec, report: Report) -> None:
 
 
 def check_for_own_script(engine: EnginePlan, report: Report) -> None:
-    """Record what DeepSpeed itself gets wrong and our worker does not: for JSON that others run."""
+    """Record what DeepSpeed itself gets wrong and our worker does not: for JSON that is printed."""
     if engine.precision == "fp16" and engine.zero_stage == 0:
         report.fail(
             "zero_optimization.stage",
             "fp16 at zero_optimization.stage 0: DeepSpeed 0.19.8 divides the gradients by a scale that"
             " it never multiplied the loss by",
-            "use stage: 1 (--zero-stage 1), which computes the same; run files may keep stage 0,"
-            " which dslaunch's own worker runs as stage 1",
+            "use stage: 1 (--zero-stage 1), which computes the same; `dslaunch launch` may keep stage 0,"
+            " which its worker runs as stage 1",
         )
 
 

@@ -13,6 +13,7 @@ from dslaunch.config.rendered import parse_rendered, place_of
 from dslaunch.config.report import Report
 from dslaunch.core.devices import Device
 from dslaunch.core.errors import ConfigError, ConfigErrors
+from dslaunch.core.plan import Fp16Plan
 from dslaunch.core.templating import Rendered, render_template
 
 TEMPLATE = "deepspeed/ds_config.json.j2"
@@ -120,4 +121,5 @@ def _expression(path: Path) -> str:
 def _may_be_risky(engine: EnginePlan) -> bool:
     """Whether the plan itself may hold something that ``check`` warns of."""
     saves = engine.zero_options.get("stage3_gather_16bit_weights_on_model_save", True)
-    return engine.fp16 is not None or "offload_optimizer" in engine.zero_options or not saves
+    scaling = engine.fp16 not in (None, Fp16Plan())
+    return scaling or "offload_optimizer" in engine.zero_options or not saves

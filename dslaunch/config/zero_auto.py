@@ -89,7 +89,7 @@ def _resolved(
     """Engine, hosts and DeepSpeed config of a candidate; None where it cannot be."""
     report = Report(trial)
     resolved = resolve_engine(report, facts)
-    config = render_ds_config(resolved[0], report) if resolved else {}
+    config = render_ds_config(resolved[0], report, facts, resolved[1].devices) if resolved else {}
     if resolved is None or report.problems:
         return None
     engine, hosts = resolved

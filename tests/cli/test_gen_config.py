@@ -192,10 +192,15 @@ def test_fp16_at_stage_0_is_refused_for_scripts_and_run_by_our_worker(
     assert "--zero-stage: fp16 at zero_optimization.stage 0: DeepSpeed 0.19.8 divides the gradients" in err
     assert "hint: use stage: 1 (--zero-stage 1)" in err
     assert config(capsys, *flags, "1", "--train-batch-size", "8")["fp16"]["enabled"] is True
-    Path("run.yaml").write_text(RUN)
-    code, out, err = run(capsys, "run.yaml", *flags, "0")
-    assert (code, json.loads(out)["zero_optimization"]["stage"]) == (0, 0)
-    assert "dslaunch's worker runs it as stage 1; in a training script of your own use stage 1" in err
+    Path("run.yaml").write_text(
+        RUN + "precision: fp16\ncluster: {gpu: v100, num_gpus_per_node: 2}\nzero_optimization: {stage: 0}\n"
+    )
+    code, out, err = run(capsys, "run.yaml")
+    assert (code, out) == (2, "")
+    assert "run.yaml:7: fp16 at zero_optimization.stage 0" in err
+    assert "`dslaunch launch` may keep stage 0" in err
+    assert main(["plan", "run.yaml"]) == 0
+    assert "dslaunch's worker runs it as stage 1" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_here_are_never_planned_for_as_this_cpu(

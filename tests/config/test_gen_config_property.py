@@ -22,7 +22,7 @@ from tests.config.test_deepspeed_accepts import joined, parsed
 
 __all__ = ["joined"]  # a fixture that the test here uses
 
-NUM_CASES = 400
+NUM_CASES = 320
 # Keys that are valid each, but not together: gen-config says so and renders nothing.
 REFUSALS = (
     "is above the first scale",
