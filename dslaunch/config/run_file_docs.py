@@ -42,6 +42,7 @@ ORDER = [
     "cluster",
     "launch",
     "output",
+    "deepspeed_template",
     "deepspeed",
 ]
 

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from dslaunch.config import run_file_docs
-from dslaunch.config.problems import _SYNONYMS, model_in
+from dslaunch.config.problems import model_in
 from dslaunch.config.spec import RunSpec
+from dslaunch.config.synonyms import _KEYS, _NAMES
 from dslaunch.core.errors import ConfigError
 from tests.config.build import SMALL, load
 
@@ -102,6 +103,6 @@ def test_the_json_schema_refuses_what_we_refuse(text: str) -> None:
 
 def test_what_users_know_from_elsewhere_leads_to_keys_that_exist() -> None:
     keys = all_keys()
-    for theirs, ours in _SYNONYMS.items():
+    for theirs, ours in {**_KEYS, **_NAMES}.items():
         assert ours in keys, theirs
         assert theirs not in keys
