@@ -120,11 +120,13 @@ def load_model(plan: RunPlan, tokenizer: Any) -> LoadedModel:
     torch.distributed must be initialised for ZeRO-3: each rank then holds only
     its share of every weight from the moment it is read.
     Raises ConfigError where sizes do not fit the tokenizer or the adapter
-    matches no layer.
+    matches no layer, EnvironmentNotReady where transformers did not partition it.
     """
     keep_alive = (_zero3_config(plan),) if plan.zero_stage == 3 else ()
     torch.manual_seed(plan.seed)  # new adapter weights must be the same on every rank
     model = load_base_model(plan.model, DTYPES[plan.precision])
+    if plan.zero_stage == 3:
+        _check_partitioned(model, plan.model.path)
     check_vocabulary(model, tokenizer, plan.model.path)
     notes: list[str] = []
     if plan.adapter is not None:
@@ -168,6 +170,17 @@ def _zero3_config(plan: RunPlan) -> Any:
     from transformers.integrations import HfDeepSpeedConfig
 
     return HfDeepSpeedConfig(dict(plan.ds_config))
+
+
+def _check_partitioned(model: Any, name: str) -> None:
+    # transformers reads a model whole on every rank, without a word, where it sees no ZeRO-3 config.
+    whole = [parameter for parameter, p in model.named_parameters() if not hasattr(p, "ds_tensor")]
+    if whole:
+        raise EnvironmentNotReady(
+            f"{name} was read whole on every rank, not partitioned as ZeRO stage 3 needs it: {whole[0]} "
+            f"and {len(whole) - 1} more",
+            hint="use the transformers and DeepSpeed of constraints.txt, or zero_optimization.stage: 2",
+        )
 
 
 def _enable_gradient_checkpointing(model: Any) -> None:
