@@ -7,7 +7,8 @@
 
 DeepSpeed 0.19.8 (launcher/runner.py, ``_parse_hostfile``) reads counts alone: it
 ignores what follows ``slots=N`` on a line, where here that is an error, and takes
-the first of several ids for a count.
+the first of several ids for a count. :mod:`dslaunch.core.deepspeed_hostfile` writes
+what it reads.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dslaunch.core.errors import HostfileError
-from dslaunch.core.topology import Host
+from dslaunch.core.topology import HOST_NAME, Host, is_address, plain_name
 
 _HOST = re.compile(
     r"(?:(?P<user>[^@\s:\[\]]+)@)?"
-    r"(?:\[(?P<v6>[0-9A-Fa-f:.%A-Za-z0-9_-]+)\]|(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*))"
+    r"(?:\[(?P<v6>[0-9A-Fa-f:.%A-Za-z0-9_-]+)\]|(?P<name>" + HOST_NAME.pattern + r"))"
     r"(?::(?P<port>[0-9]{1,5}))?"
 )
 _SLOT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]*")
@@ -32,22 +33,24 @@ def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
 
     Raises HostfileError with file, line and column at the first wrong line.
     """
-    hosts: dict[str, tuple[int, Host]] = {}
+    hosts: list[Host] = []
+    known: dict[str, tuple[int, str]] = {}
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         content = line.split("#", 1)[0].rstrip()
         if not content.strip():
             continue
         host = _parse_line(content, f"{name}:{number}")
-        if host.name in hosts:
+        if first := _note_name(host.name, number, known):
+            alias = f" (as {first[1]})" if first[1] != host.name else ""
             raise HostfileError(
                 f"{name}:{number}:{_column(content)}: host {host.name} is given twice,"
-                f" first in line {hosts[host.name][0]}",
-                hint="put all its slots in one line",
+                f" first in line {first[0]}{alias}",
+                hint="put all its slots in one line" if not alias else "keep one name, with all its slots",
             )
-        hosts[host.name] = (number, host)
+        hosts.append(host)
     if not hosts:
         raise HostfileError(f"{name}: no host in it", hint="write one line per host: worker-0 slots=8")
-    return tuple(host for _, host in hosts.values())
+    return tuple(hosts)
 
 
 def render_hostfile(hosts: Sequence[Host]) -> str:
@@ -86,7 +89,7 @@ def select_hosts(
     if num_nodes is not None:
         if num_nodes > len(chosen):
             raise HostfileError(
-                f"num_nodes {num_nodes}, but the hostfile has {len(chosen)}",
+                f"num_nodes {num_nodes}, but there are {len(chosen)} hosts",
                 hint=f"use num_nodes {len(chosen)}",
             )
         chosen = chosen[:num_nodes]
@@ -97,35 +100,89 @@ def select_hosts(
     return tuple(chosen)
 
 
+def _note_name(name: str, number: int, known: dict[str, tuple[int, str]]) -> tuple[int, str] | None:
+    """Line and name of the same machine in an earlier line; otherwise ``known`` takes this one up.
+
+    The same are names that differ in case, a short name and one with a domain, two
+    spellings of an address, and the names of the machine itself. What only a name
+    server knows is not asked here.
+    """
+    key = plain_name(name)
+    label = key.split(".")[0] if not is_address(key) else key
+    dotted = label != key
+    same = (key, label) if dotted else (key, f"{label}.")
+    first = next((known[k] for k in same if k in known), None)
+    if first is None:
+        known[key] = (number, name)
+        if dotted:
+            known.setdefault(f"{label}.", (number, name))
+    return first
+
+
 def _parse_line(content: str, where: str) -> Host:
     column = _column(content)
     fields = content.split()
     match = _HOST.fullmatch(fields[0])
     if match is None:
-        raise HostfileError(
-            f"{where}:{column}: {fields[0]!r} is not a host",
-            hint="write host, user@host, host:port or [IPv6]:port",
-        )
+        raise HostfileError(f"{where}:{column}: {fields[0]!r} is not a host", hint=_host_hint(content))
+    _check_address(match["v6"] or match["name"], bool(match["v6"]), f"{where}:{column}")
     if len(fields) == 1:
-        raise HostfileError(
-            f"{where}:{len(content) + 1}: slots are missing", hint=f"write {fields[0]} slots=8"
-        )
+        raise HostfileError(f"{where}:{len(content) + 1}: slots are missing", hint=_slots_hint(fields[0], ""))
     slot_column = content.index(fields[1], content.index(fields[0]) + len(fields[0])) + 1
+    rest = content[slot_column - 1 :]
     if not fields[1].startswith("slots="):
-        fix = fields[1] if "=" not in fields[1] else f"slots={fields[1].split('=', 1)[1]}"
-        hint = f"write {fields[0]} {fix if fix.startswith('slots=') else 'slots=8'}, without spaces around ="
-        raise HostfileError(f"{where}:{slot_column}: {fields[1]!r} is not slots=N", hint=hint)
+        raise HostfileError(
+            f"{where}:{slot_column}: {fields[1]!r} is not slots=N", hint=_slots_hint(fields[0], rest)
+        )
     if len(fields) > 2:
         extra = content.index(fields[2], slot_column - 1 + len(fields[1])) + 1
         raise HostfileError(
-            f"{where}:{extra}: {fields[2]!r} after the slots",
-            hint="one host a line, slot ids joined by commas",
+            f"{where}:{extra}: {fields[2]!r} after the slots", hint=_slots_hint(fields[0], rest)
         )
     slots = _parse_slots(fields[1].removeprefix("slots="), f"{where}:{slot_column + len('slots=')}")
     port = int(match["port"]) if match["port"] else None
     if port is not None and not 1 <= port <= 65535:
         raise HostfileError(f"{where}:{column}: port {port} is not between 1 and 65535")
     return Host(name=match["v6"] or match["name"], slots=slots, user=match["user"], port=port)
+
+
+def _check_address(name: str, bracketed: bool, where: str) -> None:
+    """Raises HostfileError for what has the form of an address and is none, such as 10.0.0.300."""
+    if not bracketed and not re.fullmatch(r"[0-9]+(\.[0-9]*)+", name):
+        return
+    if not is_address(name) or bracketed != (":" in name):
+        raise HostfileError(
+            f"{where}: {name} is not an IPv{6 if bracketed else 4} address",
+            hint="brackets are for IPv6 addresses alone" if bracketed else "write four numbers from 0 to 255",
+        )
+
+
+def _host_hint(content: str) -> str:
+    """What to write in place of a field that is no host."""
+    field = content.split()[0]
+    if field.startswith("slots="):
+        return f"write the host's name first: worker-0 {field}"
+    if field.startswith(("<", "{", "$")):
+        return f"write the name of a host in place of {field}"
+    if field.count(":") > 1 and is_address(field):
+        return f"write an IPv6 address in brackets: [{field}] slots={_count(content[len(field) :])}"
+    if "," in field:
+        name, _, rest = field.partition(",")
+        return f"write one host a line: {name} slots={_count(rest + content.split(field, 1)[1])}"
+    return "write host, user@host, host:port or [IPv6]:port"
+
+
+def _slots_hint(host: str, rest: str) -> str:
+    """The line as it is most likely meant: its host with the first number behind it."""
+    name, colon, number = host.rpartition(":")
+    if not rest and colon and number.isdecimal() and int(number) <= 16:  # no port is that low
+        return f"write {name} slots={number}"
+    return f"write {host} slots={_count(rest)}"
+
+
+def _count(text: str) -> str:
+    match = re.search(r"[0-9]+(?:,[0-9]+)*", text)
+    return match.group() if match and match.group() != "0" else "8"
 
 
 def _parse_slots(text: str, where: str) -> tuple[str, ...]:
@@ -138,6 +195,11 @@ def _parse_slots(text: str, where: str) -> tuple[str, ...]:
         return tuple(map(str, range(count)))
     ids = text.removesuffix(",").split(",") if text.count(",") == 1 else text.split(",")
     for slot in ids:
+        if glued := re.fullmatch(r"([0-9]+)[A-Za-z_-].*", slot):
+            raise HostfileError(
+                f"{where}: slots={text}: {slot!r} is neither a number nor the id of a device",
+                hint=f"write slots={glued[1]}",
+            )
         if not _SLOT_ID.fullmatch(slot):
             shown = repr(slot) if slot else "an empty slot id"
             raise HostfileError(
@@ -180,7 +242,7 @@ def _parse_filter(text: str, hosts: Sequence[Host], what: str) -> dict[str, tupl
 
             near = difflib.get_close_matches(name, by_name, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the hosts are: {', '.join([*by_name][:10])}"
-            raise HostfileError(f"{what} {text!r}: no host {name} in the hostfile", hint=hint)
+            raise HostfileError(f"{what} {text!r}: there is no host {name}", hint=hint)
         ids = tuple(match[3].split(",")) if match[3] else ()
         for slot in ids:
             if slot not in by_name[name].slots:

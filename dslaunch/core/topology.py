@@ -10,6 +10,8 @@ from typing import Any
 # No name may start with "-": it would be an option to ssh.
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
@@ -70,6 +72,29 @@ def local_topology(num_ranks: int) -> Topology:
     return Topology(hosts=(Host(name="localhost", slots=tuple(str(i) for i in range(num_ranks))),))
 
 
+def is_address(name: str) -> bool:
+    """Whether a host's name is an IPv4 or IPv6 address."""
+    import ipaddress
+
+    if ":" not in name and not name[-1:].isdigit():  # most names, and ipaddress is slow
+        return False
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def plain_name(name: str) -> str:
+    """One spelling for all of a name: lower case, an address at its shortest, ``localhost`` for loopback."""
+    plain = name.lower().rstrip(".")
+    if ":" in plain and is_address(plain):
+        import ipaddress
+
+        plain = str(ipaddress.ip_address(plain))
+    return "localhost" if plain in _LOOPBACK else plain
+
+
 def is_this_machine(name: str) -> bool:
     """Whether ``name`` is this host's name or resolves to one of its addresses.
 
@@ -77,7 +102,7 @@ def is_this_machine(name: str) -> bool:
     obvious ones is looked up, which may ask a name server.
     """
     own = os.uname().nodename
-    if name in ("localhost", "127.0.0.1", "::1", own, own.split(".")[0]):
+    if name in (*_LOOPBACK, own, own.split(".")[0]):
         return True
     import socket
 

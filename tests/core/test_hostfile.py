@@ -86,6 +86,12 @@ def test_the_shipped_examples_are_read() -> None:
         ("$(reboot) slots=2", "hosts:1:1", "is not a host"),
         ("a;b slots=2", "hosts:1:1", "is not a host"),
         ("a:99999 slots=2", "hosts:1:1", "port 99999"),
+        ("a slots=8x", "hosts:1:9", "'8x' is neither a number nor the id of a device"),
+        ("10.0.0.300 slots=2", "hosts:1:1", "10.0.0.300 is not an IPv4 address"),
+        ("10.0.0.010 slots=2", "hosts:1:1", "10.0.0.010 is not an IPv4 address"),
+        ("10.0.1. slots=2", "hosts:1:1", "10.0.1. is not an IPv4 address"),
+        ("[node1] slots=2", "hosts:1:1", "node1 is not an IPv6 address"),
+        ("[10.0.0.1] slots=2", "hosts:1:1", "10.0.0.1 is not an IPv6 address"),
         ("  a  slots=x!", "hosts:1:12", "'x!'"),
     ],
 )
@@ -95,6 +101,60 @@ def test_a_wrong_line_is_named_with_its_column(text: str, where: str, part: str)
     assert caught.value.message.startswith(f"{where}:")
     assert part in caught.value.message
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("x lots=8", "write x slots=8"),
+        ("a slots = 2", "write a slots=2"),
+        ("a slots= 2", "write a slots=2"),
+        ("a 4", "write a slots=4"),
+        ("a SLOTS=0,3", "write a slots=0,3"),
+        ("a slots=2 max_slots=4", "write a slots=2"),
+        ("a slots=8x", "write slots=8"),
+        ("a:8", "write a slots=8"),
+        ("[fe80::1]:22", "write [fe80::1]:22 slots=8"),
+        ("a", "write a slots=8"),
+        ("a,8", "write one host a line: a slots=8"),
+        ("a,b slots=2", "write one host a line: a slots=2"),
+        ("fe80::1 slots=2", "write an IPv6 address in brackets: [fe80::1] slots=2"),
+        ("<worker-1> slots=8", "write the name of a host in place of <worker-1>"),
+        ("slots=8", "write the host's name first: worker-0 slots=8"),
+    ],
+)
+def test_the_nearest_fix(line: str, hint: str) -> None:
+    with pytest.raises(HostfileError) as caught:
+        parse_hostfile(line, "hosts")
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "alias"),
+    [
+        ("a", "a", ""),
+        ("node1", "Node1", " (as node1)"),
+        ("node1", "node1.cluster.org", " (as node1)"),
+        ("node1.cluster.org", "node1", " (as node1.cluster.org)"),
+        ("node1.cluster.org", "node1.cluster.org.", " (as node1.cluster.org)"),
+        ("[fe80::1]", "[fe80:0:0::1]", " (as fe80::1)"),
+        ("[FE80::1]", "[fe80::1]", " (as FE80::1)"),
+        ("localhost", "127.0.0.1", " (as localhost)"),
+        ("[::1]", "localhost", " (as ::1)"),
+        ("root@a", "a:22", ""),
+    ],
+)
+def test_one_host_under_two_names(first: str, again: str, alias: str) -> None:
+    with pytest.raises(HostfileError) as caught:
+        parse_hostfile(f"{first} slots=1\nb slots=1\n{again} slots=1\n", "hosts")
+    assert caught.value.message.startswith("hosts:3:1: ")
+    assert caught.value.message.endswith(f" is given twice, first in line 1{alias}")
+
+
+def test_hosts_that_only_look_alike() -> None:
+    names = ["a.x.org", "a.y.org", "10.0.0.1", "10.0.0.2", "b", "b1", "[fe80::1%eth0]", "[fe80::1%eth1]"]
+    text = "".join(f"{name} slots=1\n" for name in names)
+    assert len(parse_hostfile(text, "hosts")) == len(names)
 
 
 FOUR = parse_hostfile("a slots=4\nb slots=4\nc slots=2\n[fe80::1] slots=2", "hosts")
@@ -127,7 +187,7 @@ def test_filters(filters: dict[str, object], expected: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("filters", "part", "hint"),
     [
-        ({"include": "bb"}, "no host bb", "did you mean b?"),
+        ({"include": "bb"}, "there is no host bb", "did you mean b?"),
         ({"include": "b:4"}, "no slot '4'", "it has 0, 1, 2, 3"),
         ({"include": ""}, "is not host or host:0,1", "a@b:0,2"),
         ({"include": "a@"}, "is not host or host:0,1", "a@b:0,2"),
@@ -135,7 +195,7 @@ def test_filters(filters: dict[str, object], expected: dict[str, str]) -> None:
         ({"include": "a", "exclude": "b"}, "both given", "one of the two"),
         ({"include": "a", "num_nodes": 1}, "cannot be combined", "leave one out"),
         ({"exclude": "a@b@c@[fe80::1]"}, "no host is left", "loosen"),
-        ({"num_nodes": 5}, "the hostfile has 4", "use num_nodes 4"),
+        ({"num_nodes": 5}, "there are 4 hosts", "use num_nodes 4"),
         ({"num_gpus_per_node": 3}, "host c has 2 slots", "use num_gpus_per_node 2"),
     ],
 )

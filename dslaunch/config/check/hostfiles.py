@@ -1,4 +1,4 @@
-"""Hostfiles: every line that is wrong, and what DeepSpeed would read as something else."""
+"""Hostfiles: every line that is wrong, and hosts that the others may not find."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 def check_hostfile(path: str, text: str) -> tuple[Finding, ...]:
     """All findings about a hostfile's text, in its order. ``path`` is for messages."""
     errors, hosts = _parse_all(path, text)
-    found = [*errors, *_check_slot_names(text), *_check_names(hosts)]
+    found = [*errors, *_check_names(hosts)]
     return tuple(sorted(found, key=lambda finding: finding.line or 0))
 
 
@@ -38,25 +38,12 @@ def _parse_all(path: str, text: str) -> tuple[list[Finding], Sequence[Host]]:
     return errors, ()
 
 
-def _check_slot_names(text: str) -> Iterator[Finding]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if match := re.search(r"\sslots=(\d+)([A-Za-z]\w*)\s*(?:#|$)", line):
-            count, rest = match[1], match[2]
-            message = f"slots={count}{rest} is one slot of that name here; DeepSpeed reads {count} slots"
-            yield Finding("hostfile", "warning", "", message, number, hint=f"write slots={count}")
-
-
 def _check_names(hosts: Sequence[Host]) -> Iterator[Finding]:
-    """Names that only one machine knows, and two names that are surely the same machine."""
+    """Names that only one machine knows, and names beside addresses."""
     names = [host.name for host in hosts]
     if len(names) > 1 and (local := [name for name in names if name in _LOCAL]):
         message = f"{local[0]} stands beside other hosts: they would look for it on themselves"
         yield Finding("hostfile", "warning", "", message, hint="write the name that the others know")
-    for name in names:
-        short = name.partition(".")[0]
-        if short != name and short in names and not short.isdecimal():
-            message = f"{short} and {name} look like the same machine"
-            yield Finding("hostfile", "warning", "", message, hint="keep one of them")
     numeric = [name for name in names if re.fullmatch(r"[\d.]+|[0-9A-Fa-f:]*:[0-9A-Fa-f:]*", name)]
     if 0 < len(numeric) < len(names):
         message = f"{numeric[0]} stands beside names: a machine listed both ways would be taken for two"

@@ -261,7 +261,7 @@ class TestFiles:
 
     def test_a_count_with_something_behind_it(self) -> None:
         (finding,) = check_file("hosts", b"a slots=8\nb slots=8x\n", Target()).findings
-        assert (finding.severity, finding.line) == ("warning", 2)
+        assert (finding.severity, finding.line, finding.hint) == ("error", 2, "write slots=8")
 
     def test_a_host_that_only_one_machine_knows(self) -> None:
         checked = check_file("hosts", b"localhost slots=8\nnode1 slots=8\n", Target())
@@ -275,7 +275,7 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("hosts", "severity"),
         [
-            ("node1 slots=8\nnode1.lab slots=8\n", "warning"),
+            ("node1 slots=8\nnode1.lab slots=8\n", "error"),
             ("10.0.0.1 slots=8\nnode1 slots=8\n", "info"),
             ("10.0.0.1 slots=8\n10.0.0.2 slots=8\n", None),
             ("node1.lab slots=8\r\nnode2.lab slots=8  # new\r\n", None),
