@@ -16,7 +16,7 @@ columns (ids, scores) are let be.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +32,19 @@ FORMATS: dict[Format, tuple[str, ...]] = {
     "instruction": ("instruction", "output"),
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
+}
+
+# What columns are called in other data, in lower case.
+_ANSWER = ("answer", "response", "output", "target", "completion", "chosen", "label", "reply")
+_QUESTION = ("question", "query", "input", "prompt", "instruction", "source")
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "messages": ("message", "dialog", "dialogue", "chat", "turns"),
+    "conversations": ("conversation",),
+    "instruction": _QUESTION,
+    "output": _ANSWER,
+    "prompt": _QUESTION,
+    "completion": _ANSWER,
+    "text": ("content", "document", "body"),
 }
 
 _SPEAKERS = {
@@ -101,10 +114,44 @@ def _detect(value: Mapping[str, Any], where: str) -> Format:
     for name, columns in FORMATS.items():
         if all(value.get(column) is not None for column in columns):
             return name
-    known = "; ".join(f"{name} ({' + '.join(columns)})" for name, columns in FORMATS.items())
-    raise ConfigError(
-        f"{where}: no known record format; it has {_columns(value)}", hint=f"known formats: {known}"
+    for name, columns in FORMATS.items():
+        if any(value.get(column) is not None for column in columns):
+            raise _incomplete(value, name, where)
+    raise ConfigError(f"{where}: no known record format; it has {_columns(value)}", hint=_format_hint(value))
+
+
+def _incomplete(value: Mapping[str, Any], name: Format, where: str) -> ConfigError:
+    """The error for a record with some of the columns of the format ``name``, but not all."""
+    there = [column for column in FORMATS[name] if value.get(column) is not None]
+    missing = [column for column in FORMATS[name] if column not in there]
+    null = [column for column in missing if column in value]
+    lacks = f"{' and '.join(null)} null" if null else f"no {' and '.join(missing)}"
+    renamed = _renames(value, missing)
+    return ConfigError(
+        f"{where}: a record with {' and '.join(there)} (format {name}) has {lacks}; it has {_columns(value)}",
+        hint=f"rename {renamed}" if renamed else f"add {' and '.join(missing)}, or leave the record out",
     )
+
+
+def _format_hint(value: Mapping[str, Any]) -> str:
+    for columns in FORMATS.values():
+        if renamed := _renames(value, columns):
+            return f"rename {renamed}"
+    known = "; ".join(f"{name} ({' + '.join(columns)})" for name, columns in FORMATS.items())
+    return f"known formats: {known}"
+
+
+def _renames(value: Mapping[str, Any], missing: Sequence[str]) -> str | None:
+    """Which columns of ``value`` are most likely the ``missing`` ones; None where not all can be found."""
+    pairs = []
+    for column in missing:
+        names = (column, *_OTHER_NAMES[column])
+        taken = [name for name, _ in pairs]
+        found = (key for key in value if isinstance(key, str) and key.lower() in names and key not in taken)
+        if (name := next(found, None)) is None or name == column:
+            return None
+        pairs.append((name, column))
+    return " and ".join(f"{name} to {column}" for name, column in pairs)
 
 
 def _parse_messages(value: Mapping[str, Any], where: str) -> Conversation:

@@ -48,6 +48,7 @@ class _Window:
         self._json = json.JSONDecoder()
         self._text = ""
         self._at = 0
+        self._before = 0  # characters of the window's first line that stand before the window
         self._ended = False
 
     def peek(self) -> str:
@@ -88,8 +89,14 @@ class _Window:
             self._at = end
             return value
 
-    def problem(self, text: str) -> ConfigError:
-        return ConfigError(f"{self._name}:{self.line}: not a JSON array of records: {text}")
+    def problem(self, text: str, at: int | None = None) -> ConfigError:
+        """``at``: where in the window; in place of where reading is."""
+        column = self._column(self._at if at is None else at)
+        return ConfigError(f"{self._name}:{self.line}:{column}: not a JSON array of records: {text}")
+
+    def _column(self, at: int) -> int:
+        newline = self._text.rfind("\n", 0, at)
+        return at - newline if newline >= 0 else self._before + at + 1
 
     def _is_cut(self, error: json.JSONDecodeError) -> bool:
         # Without this, one real mistake would read the rest of a large file into memory.
@@ -100,7 +107,7 @@ class _Window:
             return self.problem("nested too deeply to be read")
         started = self.line
         self.line += self._text.count("\n", self._at, error.pos)
-        return self.problem(f"{error.msg} (in the record that starts on line {started})")
+        return self.problem(f"{error.msg} (in the record that starts on line {started})", error.pos)
 
     def _read_more(self, num_bytes: int) -> bool:
         if self._ended:
@@ -116,6 +123,7 @@ class _Window:
             raise ConfigError(f"data file {self._name} cannot be read: {error}") from None
         if self._ended and not text:
             return False  # the text stays where it is: an error's position refers to it
+        self._before = self._column(self._at) - 1
         self._text = self._text[self._at :] + text
         self._at = 0
         return True

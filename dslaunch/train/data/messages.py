@@ -67,6 +67,11 @@ def _parse_message(raw: Any, where: str) -> Message:
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: a message must be an object with role and content")
     message = {key: value for key, value in raw.items() if value is not None}
+    if "role" not in message and "from" in message:
+        raise ConfigError(
+            f"{where}: a message has role and content; this one has from and value",
+            hint="rename the column messages to conversations, which is what such turns are called",
+        )
     role = message["role"] = _parse_role(message.get("role"), where)
     calls = _take_calls(message, where)
     if calls:
@@ -74,13 +79,15 @@ def _parse_message(raw: Any, where: str) -> Message:
             raise ConfigError(f"{where}: only an assistant message can have tool_calls")
         message["tool_calls"] = calls
     if "content" not in message and not calls:
-        raise ConfigError(f"{where}: a message needs content")
+        raise ConfigError(f"{where}: a message needs content; it has {', '.join(message)}")
     # Many templates join content without asking whether it is there.
     message["content"] = _parse_content(message.get("content", ""), where)
     return message
 
 
 def _parse_role(role: Any, where: str) -> str:
+    if role is None:
+        raise ConfigError(f"{where}: a message needs a role", hint=f"roles are {', '.join(ROLES)}")
     role = _OLD_ROLES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise ConfigError(f"{where}: unknown role {role!r}", hint=f"roles are {', '.join(ROLES)}")

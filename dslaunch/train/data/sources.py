@@ -127,13 +127,13 @@ def _iterate_json_lines(path: Path) -> Iterator[Record]:
 
 def _parse_line(raw: bytes, where: str) -> Record:
     try:
-        return Record(where, json.loads(raw.decode("utf-8")))
+        return Record(where, json.loads(raw.decode("utf-8").rstrip("\r\n")))
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 text (byte {error.start + 1} of the line is 0x{raw[error.start]:02x})"
     except RecursionError:
         problem = "nested too deeply to be read"
     except json.JSONDecodeError as error:
-        problem = f"not valid JSON: {error.msg} at column {error.colno}"
+        where, problem = f"{where}:{error.colno}", f"not valid JSON: {error.msg}"
     return Record(where, error=ConfigError(f"{where}: {problem}", hint="one JSON object a line"))
 
 

@@ -119,7 +119,7 @@ def test_all_problems_of_a_file_at_once(prepare: Prepare, write_jsonl: Write) ->
     with pytest.raises(ConfigErrors) as caught:
         prepare(source)
     places = [problem.message.split(": ")[0] for problem in caught.value.problems]
-    assert places == [f"{source.path}:{line}" for line in (2, 4, 5)]
+    assert places == [f"{source.path}:{place}" for place in ("2", "4", "5:2")]
 
 
 def test_a_hopeless_file_is_given_up_after_ten_problems(prepare: Prepare, write_jsonl: Write) -> None:

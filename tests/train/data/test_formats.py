@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -171,13 +172,27 @@ def test_text_parts_are_joined() -> None:
     [
         ([1], "d.jsonl:7: a record must be a JSON object, found a list"),
         ({"chosen": "a", "rejected": "b"}, "d.jsonl:7: no known record format; it has 'chosen', 'rejected'"),
+        (
+            {"prompt": "a"},
+            "d.jsonl:7: a record with prompt (format prompt_completion) has no completion; it has 'prompt'",
+        ),
+        (
+            {"prompt": "a", "completion": None},
+            "d.jsonl:7: a record with prompt (format prompt_completion) has completion null;"
+            " it has 'prompt', 'completion'",
+        ),
+        (
+            {"messages": [{"from": "gpt", "value": "a"}]},
+            "d.jsonl:7: messages[0]: a message has role and content; this one has from and value",
+        ),
+        ({"messages": [{"content": "a"}]}, "d.jsonl:7: messages[0]: a message needs a role"),
         ({"messages": []}, "d.jsonl:7: messages must be a list of at least one message"),
         ({"messages": ["hi"]}, "d.jsonl:7: messages[0]: a message must be an object with role and content"),
         (
             {"messages": [{"role": "asistant", "content": "a"}]},
             "d.jsonl:7: messages[0]: unknown role 'asistant'",
         ),
-        ({"messages": [{"role": "user"}]}, "d.jsonl:7: messages[0]: a message needs content"),
+        ({"messages": [{"role": "user"}]}, "d.jsonl:7: messages[0]: a message needs content; it has role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
             "d.jsonl:7: messages[0]: content has a part of type 'image'; only text can be trained on",
@@ -238,3 +253,35 @@ def test_a_record_that_is_not_of_the_format_asked_for() -> None:
         ConfigError, match=r"d\.jsonl:7: a record of format prompt_completion without completion"
     ):
         parse({"prompt": "p"}, "prompt_completion")
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ({"prompt": "a"}, "add completion, or leave the record out"),
+        ({"prompt": "a", "answer": "b"}, "rename answer to completion"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "rename chosen to completion"),
+        ({"Instruction": "a", "Response": "b"}, "rename Instruction to instruction and Response to output"),
+        ({"question": "a", "answer": "b"}, "rename question to instruction and answer to output"),
+        ({"input": "a", "output": "b"}, "rename input to instruction"),
+        ({"dialogue": []}, "rename dialogue to messages"),
+        ({"content": "a"}, "rename content to text"),
+        ({"foo": 1}, "known formats: messages (messages); "),
+    ],
+)
+def test_the_hint_says_which_column_is_called_otherwise(value: Any, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(value)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith(hint)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"question": "a", "answer": "b"}, {"input": "a", "output": "b"}, {"dialogue": [QUESTION, ANSWER]}],
+)
+def test_what_the_hint_says_works(value: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(value)
+    renames = dict(re.findall(r"(\w+) to (\w+)", caught.value.hint or ""))
+    assert parse({renames.get(key, key): item for key, item in value.items()})

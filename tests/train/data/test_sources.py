@@ -68,6 +68,18 @@ def test_json_array_cut_anywhere_by_the_reading_window(
     assert read(path) == values
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
+def test_the_column_does_not_depend_on_the_reading_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(json_array, "_CHUNK_BYTES", chunk)
+    path = tmp_path / "d.json"
+    path.write_text('[{"a": 1}, {"a": 2},\n  {"\u00e4": 3}, {"a": x}]')
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert caught.value.message.startswith(f"{path}:2:19: not a JSON array of records: Expecting value")
+
+
 def test_json_array_in_memory_of_one_element(tmp_path: Path) -> None:
     import tracemalloc
 
@@ -96,12 +108,12 @@ def test_json_lines_in_a_json_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('[\n{"a": 1},\n{"a": }\n]', "d.json:3: not a JSON array of records: Expecting value"),
-        ('[\n{"a": 1}\n{"a": 2}]', "d.json:3: not a JSON array of records: expected ',', found '{'"),
-        ('[{"a": 1},', "d.json:1: not a JSON array of records: Expecting value"),
-        ('[{"a": 1}', "d.json:1: not a JSON array of records: expected ',', found the end of the file"),
-        ('[{"a": 1}]\nmore', "d.json:2: not a JSON array of records: text after the end of the array"),
-        ('[\n"ab\ncd"]', "d.json:2: not a JSON array of records: Invalid control character"),
+        ('[\n{"a": 1},\n{"a": }\n]', "d.json:3:7: not a JSON array of records: Expecting value"),
+        ('[\n{"a": 1}\n{"a": 2}]', "d.json:3:1: not a JSON array of records: expected ',', found '{'"),
+        ('[{"a": 1},', "d.json:1:11: not a JSON array of records: Expecting value"),
+        ('[{"a": 1}', "d.json:1:10: not a JSON array of records: expected ',', found the end of the file"),
+        ('[{"a": 1}]\nmore', "d.json:2:1: not a JSON array of records: text after the end of the array"),
+        ('[\n"ab\ncd"]', "d.json:2:4: not a JSON array of records: Invalid control character"),
         ('{\n"rows": []\n}', "d.json is neither a JSON array of records nor one JSON object a line"),
         ("", "d.json is neither"),
         ("[" * 100_000, "nested too deeply"),
@@ -121,7 +133,7 @@ def test_a_broken_line_is_reported_and_the_next_one_read(tmp_path: Path) -> None
     records = list(iterate_records(DataSource(path=str(path), kind="file")))
     assert [r.value for r in records] == [{"text": "a"}, None, None, None, {"text": "b"}]
     problems = [r.error.message for r in records if r.error]
-    assert problems[0].startswith(f"{path}:2: not valid JSON: Expecting value at column")
+    assert problems[0].startswith(f"{path}:2:10: not valid JSON: Expecting value")
     assert problems[1] == f"{path}:3: not UTF-8 text (byte 1 of the line is 0xff)"
     assert problems[2].startswith(f"{path}:4: ")
 
