@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dslaunch.core.errors import EXIT_OK, EXIT_STOPPED_AT_CHECKPOINT
+from dslaunch.core.errors import EXIT_OK, EXIT_STOPPED_AT_CHECKPOINT, Diverged
 from dslaunch.core.plan import RunPlan
 from dslaunch.core.run_dir import RunDir
 from dslaunch.train.adapters import GradientWitness
@@ -92,6 +93,8 @@ def run_training(job: Job, first_step: int) -> int:
     previous: StepResult | None = None
     for step in range(first_step, total):
         result = _train_step(job, step)
+        if step == first_step:
+            _check_first_loss(job, step, result)
         if witness is not None:
             _check_gradients(job, witness)
             witness = None
@@ -119,6 +122,18 @@ def _evaluate_and_save(job: Job, interval: _Interval, done: int, *, stopping: bo
             _evaluate(job, done)
         if saves:
             _save(job, done)
+
+
+def _check_first_loss(job: Job, step: int, result: StepResult) -> None:
+    """Raises Diverged, on all ranks, where forward itself gives nan or inf: no loss scale can mend that."""
+    if math.isfinite(result.loss):
+        return
+    hint = f"see what `dslaunch generate {job.plan.model.path}` answers: nan in its weights breaks every loss"
+    if job.plan.precision == "fp16":
+        hint = "its activations may overflow fp16: use precision bf16 or fp32"
+    raise Diverged(
+        f"step {step + 1}, the first one here, has loss {result.loss}: nothing was trained", hint=hint
+    )
 
 
 def _check_gradients(job: Job, witness: GradientWitness) -> None:

@@ -122,7 +122,7 @@ def _check_fits(engine: Engine, path: Path, manifest: Manifest) -> None:
     if differing:
         raise ConfigError(
             f"checkpoint {path} was saved with {'; '.join(differing)}",
-            hint="resume with the world size, stage and precision of the checkpoint",
+            hint="resume with those, or start a new run from its weights: dslaunch export",
         )
     _check_trainable(path, dict(manifest.trainable), trainable_shapes(engine.module))
 
