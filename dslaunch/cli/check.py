@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dslaunch.cli import options
+from dslaunch.cli.talk import talk
 from dslaunch.core.errors import EXIT_NO, EXIT_OK, EXIT_USAGE
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _print_summary(checked: list[CheckedFile]) -> None:
         text = "nothing to say"
     files = f"{len(checked)} files" if len(checked) > 1 else checked[0].path
     fixable = sum(bool(f.edits) and f.severity != "info" for file in checked for f in file.findings)
-    click.echo(f"{files}: {text}{f'; --fix mends {fixable}' if fixable else ''}", err=True)
+    talk(f"{files}: {text}{f'; --fix mends {fixable}' if fixable else ''}")
 
 
 def _check_flags(
@@ -203,7 +204,7 @@ def _compare(path: str, other: str, as_json: bool) -> int:
         for item in found:
             click.echo(f"{item.key}: {json.dumps(item.a)} in {path}, {json.dumps(item.b)} in {other}")
         if not found:
-            click.echo(f"{path} and {other} mean the same", err=True)
+            talk(f"{path} and {other} mean the same")
     return EXIT_NO if found else EXIT_OK
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dslaunch.cli.talk import talk
 from dslaunch.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,9 +76,9 @@ def _mend(name: str, text: str, target: Target, mending: Mending) -> Repaired:
     repaired = repair_config(text, target)
     assert repaired is not None
     for finding in repaired.done:
-        click.echo(f"{name}: {finding.key or 'the file'}: {finding.fix or 'mended'}", err=True)
+        talk(f"{name}: {finding.key or 'the file'}: {finding.fix or 'mended'}")
     if repaired.done and any(deviation.kind == "comment" for deviation in read_hjson(text).deviations):
-        click.echo(f"note: {name}: // comments are not kept, since JSON has none", err=True)
+        talk(f"note: {name}: // comments are not kept, since JSON has none")
     if mending.show:
         click.echo(show_diff(text, repaired.text, name), nl=False, err=mending.diff_on_stderr)
     return repaired

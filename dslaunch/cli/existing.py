@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
-
+from dslaunch.cli.talk import note
 from dslaunch.core.errors import ConfigError
 
 
@@ -25,7 +24,7 @@ def check_model(text: str) -> None:
         hint = f"did you mean {fact.nearest}?" if fact.nearest else f"looked for {fact.absolute}"
         raise ConfigError(f"no such directory or .gguf file: {text}", hint=hint)
     if doubt == "like":
-        click.echo(f"note: {text} is taken for a hub id; there is also {fact.nearest}", err=True)
+        note(f"{text} is taken for a hub id; there is also {fact.nearest}")
 
 
 def check_checkpoint(path: Path) -> None:

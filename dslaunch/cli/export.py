@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from dslaunch.cli.talk import talk
+
 
 @click.command("export")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
@@ -46,9 +48,9 @@ def command(checkpoint: Path, output: Path, merge: bool, force: bool, as_json: b
         f"({report.num_parameters:,} parameters, {report.dtype})"
     )
     if report.kind == "adapter":
-        click.echo(_about_base(report.base_model), err=True)
+        talk(_about_base(report.base_model))
     if report.max_logit_drift is not None:
-        click.echo(f"merged and adapter model agree to {report.max_logit_drift:.2g} in the logits", err=True)
+        talk(f"merged and adapter model agree to {report.max_logit_drift:.2g} in the logits")
     return 0
 
 

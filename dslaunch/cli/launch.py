@@ -14,6 +14,7 @@ import click
 
 from dslaunch.cli import options
 from dslaunch.cli.launch_request import LaunchRequest
+from dslaunch.cli.talk import talk
 
 if TYPE_CHECKING:
     from dslaunch.core.events import JsonlWriter
@@ -252,7 +253,7 @@ def _announce(launch: LaunchPlan) -> None:
 def _talk(text: str) -> None:
     from dslaunch.launch.text import printable
 
-    click.echo(printable(text), err=True)
+    talk(printable(text))
 
 
 def _outcome_json(outcome: Outcome, launch: LaunchPlan) -> dict[str, Any]:

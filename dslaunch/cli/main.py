@@ -44,6 +44,7 @@ class LazyGroup(click.Group):
         if cmd_name not in VERBS:
             return None
         command: click.Command = importlib.import_module(VERBS[cmd_name][0]).command
+        add_verbosity(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -62,6 +63,36 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+def add_verbosity(command: click.Command) -> None:
+    """Give a command, and each command below it, -q and -v."""
+    if all(param.name != "quiet" for param in command.params):
+        command.params += [_verbosity_option(flag) for flag in _VERBOSITY]
+    for child in getattr(command, "commands", {}).values():
+        add_verbosity(child)
+
+
+# flag -> (its short form, the value of DSLAUNCH_VERBOSE, help)
+_VERBOSITY = {
+    "--quiet": ("-q", "-1", "Say errors and results alone: no notes, no talk on stderr."),
+    "--verbose": ("-v", "1", "Let transformers, DeepSpeed and other libraries say all they have to say."),
+}
+
+
+def _verbosity_option(flag: str) -> click.Option:
+    short, level, text = _VERBOSITY[flag]
+
+    def choose(ctx: click.Context, param: click.Parameter, given: bool) -> None:
+        from dslaunch.core.verbosity import VARIABLE
+
+        if not given:
+            return
+        if ctx.meta.setdefault(VARIABLE, level) != level:
+            raise click.UsageError("--quiet and --verbose exclude each other", ctx)
+        os.environ[VARIABLE] = level  # which the ranks inherit
+
+    return click.Option([short, flag], is_flag=True, expose_value=False, callback=choose, help=text)
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dslaunch")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
@@ -69,6 +100,9 @@ class LazyGroup(click.Group):
 def dslaunch(ctx: click.Context, debug: bool) -> None:
     """Fine-tune LLMs with DeepSpeed: configs that are right, ranks that start and stop."""
     ctx.obj = {"debug": debug}
+
+
+add_verbosity(dslaunch)
 
 
 def main(argv: list[str] | None = None) -> int:

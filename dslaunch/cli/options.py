@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from dslaunch.cli.talk import note
+
 if TYPE_CHECKING:
     from dslaunch.config.facts import Facts
     from dslaunch.config.load import LoadedSpec
@@ -274,9 +276,9 @@ def _without_auto(flag: str) -> ConfigError:
 
 
 def show_notes(notes: tuple[str, ...]) -> None:
-    """Print notes to stderr, one a line."""
-    for note in notes:
-        click.echo(f"note: {note}", err=True)
+    """Print notes to stderr, one a line; none with -q."""
+    for text in notes:
+        note(text)
 
 
 def write_output(text: str, output: str, *, force: bool) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
+from dslaunch.cli.talk import note
 from dslaunch.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
 
     path = _local_model(plan.model.kind, plan.model.path, plan.model.revision)
     if path is None:
-        _note(f"memory is not planned: {plan.model.path} is not on this machine")
+        note(f"memory is not planned: {plan.model.path} is not on this machine")
         return None
     facts = _load(path)
     try:
@@ -179,7 +178,7 @@ def _plan(setup: Setup, capacity_gib: float | None, host_gib: float | None) -> M
     from dslaunch.config.memory.planner import plan_memory
 
     if setup.model.note:
-        _note(setup.model.note)
+        note(setup.model.note)
     plan = plan_memory(setup, capacity_gib, host_gib=host_gib)
     alternatives = rank_alternatives(setup, capacity_gib, host_gib=host_gib)
     hopeless = plan.fits is False and nearest_that_fits(alternatives) is None
@@ -246,17 +245,13 @@ def _capacity(gpu: Sequence[str] | None, device_type: str) -> float | None:
     for name in gpu or ():
         if len(sizes := memory_sizes(name)) > 1:
             others = " and ".join(f"{size} GB" for size in sizes)
-            _note(f"{name} comes with {others}: {sizes[0]} GB assumed; {name}-{sizes[-1]}g says otherwise")
+            note(f"{name} comes with {others}: {sizes[0]} GB assumed; {name}-{sizes[-1]}g says otherwise")
     if gpu:
         found = [lookup_device(name).memory_gib for name in gpu]
     else:
         found = [a.device.memory_gib for a in probe_inventory(os.environ).accelerators]
     known = [size for size in found if size is not None]
     if not known or len(known) < len(found):
-        _note("how much memory the devices have is not known: name them with their size, --gpu a100-80g")
+        note("how much memory the devices have is not known: name them with their size, --gpu a100-80g")
         return None
     return min(known)
-
-
-def _note(text: str) -> None:
-    click.echo(f"note: {text}", err=True)

@@ -20,6 +20,11 @@ Flags mean the same wherever they stand. A value comes from a flag, else from th
 from the default; `dslaunch plan` shows which. Data goes to stdout and talk to stderr; `-` is stdin
 or stdout; `-o` never overwrites without `--force`.
 
+`-q` leaves out notes and talk on stderr; errors, results and what the ranks print stay. `-v` lets the
+libraries (transformers, DeepSpeed, the hub) say what they otherwise keep to themselves. Both work before
+and after the command's name, and stand for `DSLAUNCH_VERBOSE=-1` and `=1` in the environment, which the
+ranks inherit. `--debug`, before the command's name, shows the traceback of an error.
+
 Exit codes: 0 done; 1 an expected "no"; 2 the command line, the run file or a hostfile is wrong;
 3 the environment is not ready (a package, port, disk or compiler); 70 a bug of dslaunch; 75 stopped
 at a checkpoint, go on with `--resume`; 130 and 143 cancelled. A failed run ends with the first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from dslaunch.cli import options
+from dslaunch.cli.talk import talk
 
 
 @click.group("template", context_settings={"help_option_names": ["-h", "--help"]})
@@ -44,7 +45,7 @@ def copy(name: str, output: str | None, force: bool) -> None:
     target = output if output is not None else name.rpartition("/")[2]
     options.write_output(_text(name), target, force=force)
     if target != "-":
-        click.echo(f"wrote {target}", err=True)
+        talk(f"wrote {target}")
 
 
 def _text(name: str) -> str:

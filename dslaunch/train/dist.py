@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dslaunch.core.errors import EXIT_HOST_LOST, ConfigError, EnvironmentNotReady, LaunchFailed, one_line
+from dslaunch.core.verbosity import VERBOSE, verbosity
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -145,9 +146,9 @@ def hold_deepspeeds_prints() -> Iterator[None]:
     """Keep what DeepSpeed prints off stdout, which is for data.
 
     It is dropped when all goes well and shown on stderr when not; with
-    ``DSLAUNCH_VERBOSE`` set it goes to stderr at once.
+    ``-v`` (``DSLAUNCH_VERBOSE=1``) it goes to stderr at once.
     """
-    if os.environ.get("DSLAUNCH_VERBOSE"):
+    if verbosity() == VERBOSE:
         with contextlib.redirect_stdout(sys.stderr):
             yield
         return

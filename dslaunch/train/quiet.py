@@ -8,13 +8,15 @@ import os
 import sys
 import warnings
 
+from dslaunch.core.verbosity import VERBOSE, verbosity
+
 
 def quiet_libraries() -> None:
     """No progress bars, no info lines, no deprecation warnings of transformers, peft and DeepSpeed.
 
-    Errors of theirs still show. ``DSLAUNCH_VERBOSE=1`` leaves everything as it is.
+    Errors of theirs still show. ``-v`` (``DSLAUNCH_VERBOSE=1``) leaves everything as it is.
     """
-    if os.environ.get("DSLAUNCH_VERBOSE"):
+    if verbosity() == VERBOSE:
         return
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -1,0 +1,18 @@
+"""What is said beside the result: on stderr, and not with ``-q``. Errors go another way: they always show."""
+
+from __future__ import annotations
+
+import click
+
+from dslaunch.core.verbosity import QUIET, verbosity
+
+
+def talk(text: str) -> None:
+    """One line about what goes on."""
+    if verbosity() > QUIET:
+        click.echo(text, err=True)
+
+
+def note(text: str) -> None:
+    """Something that the user should know but need not act on."""
+    talk(f"note: {text}")
