@@ -44,7 +44,8 @@ class Additions:
     """A config before the raw keys are merged in, and what it is compared with.
 
     ``planned``: what our own template gives, ``values``: every key that the plan decides.
-    ``rendered`` and ``config``: the user's template where there is one, else None and ``planned``.
+    ``rendered`` and ``config``: the user's template where there is one, else None and ``planned``;
+    ``wrong``: its keys that say something else than the plan, which are reported already.
     """
 
     planned: dict[str, Any]
@@ -52,6 +53,7 @@ class Additions:
     precision: Precision
     rendered: Rendered | None
     config: dict[str, Any]
+    wrong: list[Path]
 
 
 def check_additions(
@@ -104,7 +106,7 @@ class _Places:
         self.additions = additions
         self.report = report
         self.overrides: Mapping[str, Any] = report.loaded.spec.deepspeed
-        self.wrong: list[Path] = []
+        self.wrong = list(additions.wrong)
 
     def fail(self, path: Path, message: str, hint: str | None) -> None:
         written = bool(path) and holds(self.overrides, path)

@@ -33,7 +33,8 @@ def render_ds_config(
     """
     ours = render_template(TEMPLATE, engine.context())
     config = planned = parse_rendered(ours)
-    check_against_plan(config, engine, ours)
+    if wrong := compare_with_plan(config, engine, ours):
+        raise ConfigErrors(list(wrong.values()))
     rendered = None
     if facts.template_problem is not None:
         report.add("deepspeed_template", facts.template_problem)
@@ -41,16 +42,20 @@ def render_ds_config(
         try:
             rendered = render_template(facts.template, engine.context())
             config = parse_rendered(rendered)
-            check_against_plan(config, engine, rendered)
         except ConfigError as error:
             report.add("deepspeed_template", error)
             return planned
+        wrong = compare_with_plan(config, engine, rendered)
+        for problem in wrong.values():
+            report.add("deepspeed_template", problem)
     final = merge(config, report.loaded.spec.deepspeed)
     if final != planned or _may_be_risky(engine):
         # Not imported for nothing: a thirtieth of a second, a tenth of the whole command.
         from dslaunch.config.passthrough import Additions, check_additions
 
-        additions = Additions(planned, planned_values(engine), engine.precision, rendered, config)
+        additions = Additions(
+            planned, planned_values(engine), engine.precision, rendered, config, list(wrong)
+        )
         check_additions(additions, final, report, world_size=engine.batch.world_size, devices=devices)
     return final
 
@@ -87,21 +92,22 @@ def planned_values(engine: EnginePlan) -> dict[Path, Any]:
     return values
 
 
-def check_against_plan(config: Mapping[str, Any], engine: EnginePlan, rendered: Rendered) -> None:
-    """Raise ConfigError(s) for every planned key that is missing or differs in value or type."""
+def compare_with_plan(
+    config: Mapping[str, Any], engine: EnginePlan, rendered: Rendered
+) -> dict[Path, ConfigError]:
+    """What is wrong with every planned key that is missing or differs in value or type."""
     found = dict(leaves(config))
-    problems = []
+    problems = {}
     for path, value in planned_values(engine).items():
         key, write = ".".join(path), _expression(path)
         if path not in found:
             message = f"{place_of(rendered, path)}: {key} is missing; the plan says {json.dumps(value)}"
-            problems.append(ConfigError(message, hint=f'write "{path[-1]}": {write}'))
+            problems[path] = ConfigError(message, hint=f'write "{path[-1]}": {write}')
         elif type(found[path]) is not type(value) or found[path] != value:
             there = json.dumps(found[path], ensure_ascii=False)
             message = f"{place_of(rendered, path)}: {key} is {there}; the plan says {json.dumps(value)}"
-            problems.append(ConfigError(message, hint=f"write {write} here, and the value in the run file"))
-    if problems:
-        raise problems[0] if len(problems) == 1 else ConfigErrors(problems)
+            problems[path] = ConfigError(message, hint=f"write {write} here, and the value in the run file")
+    return problems
 
 
 def _expression(path: Path) -> str:

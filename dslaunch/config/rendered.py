@@ -19,12 +19,7 @@ def parse_rendered(rendered: Rendered) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        line = text.split("\n")[error.lineno - 1].strip()
-        near = f" near {line!r}" if line else ""
-        raise ConfigError(
-            f"{rendered.place(error.pos)}: the rendered text is not JSON: {error.msg}{near}",
-            hint="write each value as {{ name | json }}, which quotes text and nothing else",
-        ) from None
+        raise _not_json(rendered, error) from None
     except _NotStrictError as error:
         place = rendered.place(text.rfind(error.word))
         raise ConfigError(f"{place}: the rendered text is not JSON: {error}") from None
@@ -33,6 +28,18 @@ def parse_rendered(rendered: Rendered) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{rendered.place(0)}: the rendered text is JSON, but no object in braces")
     return value
+
+
+def _not_json(rendered: Rendered, error: json.JSONDecodeError) -> ConfigError:
+    text, at = rendered.text, error.pos
+    if error.msg.startswith(("Expecting ',' delimiter", "Expecting property name")):
+        at = max(len(text[:at].rstrip()) - 1, 0)  # the comma is missing, or too many, before what comes next
+    line = text[text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
+    near = f" near {line!r}" if line else ""
+    return ConfigError(
+        f"{rendered.place(at)}: the rendered text is not JSON: {error.msg}{near}",
+        hint="write each value as {{ name | json }}, with a comma between two and none behind the last",
+    )
 
 
 def place_of(rendered: Rendered, path: Path) -> str:

@@ -235,3 +235,76 @@ def test_a_bf16_model_in_fp16_is_warned_of(capsys: pytest.CaptureFixture[str]) -
     flags = ("--gpu", "v100", "--num-gpus-per-node", "2", "--train-batch-size", "8", "--model", "model")
     assert "the model's weights are bfloat16: in fp16" in run(capsys, *flags)[2]
     assert "bf16 on v100 (sm_70) is emulated" in run(capsys, *flags, "--precision", "bf16")[2]
+
+
+TEMPLATE = """{
+  "train_batch_size": {{ batch.train_batch_size | json }},
+  "train_micro_batch_size_per_gpu": {{ batch.train_micro_batch_size_per_gpu | json }},
+  "gradient_accumulation_steps": {{ batch.gradient_accumulation_steps | json }},
+  "gradient_clipping": {{ gradient_clipping | json }},
+  "steps_per_print": 50,
+  {% include "deepspeed/precision.json.j2" %},
+  {% include "deepspeed/zero.json.j2" %},
+  {% include "deepspeed/optimizer.json.j2" %}
+}
+"""
+OWN_SCRIPT = ("--num-gpus-per-node", "2", "--gpu", "a100", "--train-batch-size", "8", "--template")
+
+
+def test_a_template_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my.j2").write_text("\ufeff" + TEMPLATE, encoding="utf-8")
+    found = config(capsys, *OWN_SCRIPT, "my.j2")
+    assert found["steps_per_print"] == 50
+    del found["steps_per_print"]
+    assert found == config(capsys, *OWN_SCRIPT[:-1])
+
+
+def test_a_template_in_a_run_file_is_found_from_there(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs").mkdir()
+    Path("runs/my.j2").write_text(TEMPLATE)
+    Path("runs/run.yaml").write_text(RUN + "deepspeed_template: my.j2\n")
+    cpu = ("--gpu", "cpu", "--num-gpus-per-node", "1")
+    assert config(capsys, "runs/run.yaml", *cpu)["steps_per_print"] == 50
+    Path("runs/my.j2").write_text(TEMPLATE.replace("50", '"ten"'))
+    code, out, err = run(capsys, "runs/run.yaml", *cpu)
+    assert (code, out) == (2, "")
+    assert 'Error: runs/my.j2:6: steps_per_print: "ten" is a text, but a whole number is expected' in err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message", "hint"),
+    [
+        ("{{ batch.train_batch_size | json }}", "16", "my.j2:2: train_batch_size is 16; the plan says 8",
+         "write {{ batch.train_batch_size | json }} here"),
+        ("{{ gradient_clipping | json }}", '"{{ gradient_clipping }}"',
+         'my.j2:5: gradient_clipping is "1.0"; the plan says 1.0', "write {{ gradient_clipping | json }}"),
+        ("gradient_clipping | json", "gradient_cliping | json", "my.j2:5: 'gradient_cliping' is undefined",
+         "did you mean gradient_clipping?"),
+        ("50,", "50", "my.j2:6: the rendered text is not JSON: Expecting ',' delimiter near", "write each"),
+        ("{{ gradient_clipping | json }}", "{{ gradient_clipping | json }", "my.j2:5: ", ""),
+        ("steps_per_print", "step_per_print", "my.j2:6: step_per_print: is no key of DeepSpeed",
+         "did you mean steps_per_print?"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_template_has_its_line(
+    capsys: pytest.CaptureFixture[str], old: str, new: str, message: str, hint: str
+) -> None:
+    assert old in TEMPLATE
+    Path("my.j2").write_text(TEMPLATE.replace(old, new))
+    code, out, err = run(capsys, *OWN_SCRIPT, "my.j2")
+    assert (code, out) == (2, "")
+    assert f"Error: {message}" in err
+    assert f"hint: {hint}" in err or not hint
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("mi.j2", "mi.j2 not found"), (".", "deepspeed_template: . is a directory"), ("bin", "bin: not UTF-8")],
+)
+def test_a_template_that_cannot_be_read(capsys: pytest.CaptureFixture[str], name: str, message: str) -> None:
+    Path("my.j2").write_text(TEMPLATE)
+    Path("bin").write_bytes(b"\xff\xfe")
+    code, out, err = run(capsys, *OWN_SCRIPT, name)
+    assert (code, out) == (2, "")
+    assert "Error: --template: deepspeed_template: " in err
+    assert message in err

@@ -59,6 +59,7 @@ def facts_of(
     model_dtype: str | None = None,
     hostfile_problem: ConfigError | None = None,
     template: TemplateFile | None = None,
+    template_problem: ConfigError | None = None,
 ) -> Facts:
     """Facts in which no path exists but those of ``paths``."""
     missing = {key: PathFact("missing", f"/base/{text}") for key, text in written_paths(loaded.spec)}
@@ -69,6 +70,7 @@ def facts_of(
         model_dtype=model_dtype,
         hostfile_problem=hostfile_problem,
         template=template,
+        template_problem=template_problem,
     )
 
 

@@ -11,8 +11,9 @@ import pytest
 from dslaunch.config import render
 from dslaunch.config.zero import ACTING_STAGES
 from dslaunch.core.errors import ConfigError, ConfigErrors
+from dslaunch.core.plan import RunPlan, from_json, to_json
 from dslaunch.core.templating import TemplateFile, template_root
-from tests.config.build import SMALL, engine_of, gpus
+from tests.config.build import SMALL, engine_of, gpus, plan_of
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "ds_config"
 
@@ -271,52 +272,52 @@ def test_a_copy_of_our_template_gives_the_same() -> None:
         (
             '"train_batch_size"',
             '"train_batch_size": 9,',
-            "my.j2:3: train_batch_size is 9; the plan says 8",
+            "my.j2:5: train_batch_size is 9; the plan says 8",
         ),
         (
             '"train_batch_size"',
             '"train_batch_size": 8.0,',
-            "my.j2:3: train_batch_size is 8.0; the plan says 8",
+            "my.j2:5: train_batch_size is 8.0; the plan says 8",
         ),
         (
             '"train_batch_size"',
             '"train_batch_size": "{{ batch.train_batch_size }}",',
-            'my.j2:3: train_batch_size is "8"; the plan says 8',
+            'my.j2:5: train_batch_size is "8"; the plan says 8',
         ),
         (
-            "precision.json",
+            'include "deepspeed/precision',
             '"fp16": {"enabled": false},\n  "bf16": {"enabled": true},',
-            "my.j2:9: bf16.enabled is true; the plan says false",
+            "my.j2:11: bf16.enabled is true; the plan says false",
         ),
         (
-            "precision.json",
+            'include "deepspeed/precision',
             '"fp16": {"enabled": false},\n  "bf16": {"enabled": 0},',
-            "my.j2:9: bf16.enabled is 0; the plan says false",
+            "my.j2:11: bf16.enabled is 0; the plan says false",
         ),
         (
-            "precision.json",
+            'include "deepspeed/precision',
             '"fp16": {"enabled": false, "loss_scale": 0},\n  "bf16": {"enabled": false},',
-            "my.j2:8: fp16.loss_scale: fp16 is decided by the run file itself",
+            "my.j2:10: fp16.loss_scale: fp16 is decided by the run file itself",
         ),
         (
-            "zero.json",
+            'include "deepspeed/zero',
             '"zero_optimization": {\n    "stage": 2,\n    "reduce_bucket_size": "auto"\n  },',
-            'my.j2:11: zero_optimization.reduce_bucket_size: "auto" means nothing to DeepSpeed',
+            'my.j2:13: zero_optimization.reduce_bucket_size: "auto" means nothing to DeepSpeed',
         ),
         (
-            "zero.json",
+            'include "deepspeed/zero',
             '"zero_optimization": {\n    "stage": 2,\n    "sub_group_size": 5\n  },',
-            "my.j2:11: zero_optimization.sub_group_size: acts at stage 3 only; the stage is 2",
+            "my.j2:13: zero_optimization.sub_group_size: acts at stage 3 only; the stage is 2",
         ),
         (
             '"gradient_clipping"',
             '"gradient_clipping": 1.0,\n  "gradient_cliping": 2.0,',
-            "my.j2:8: gradient_cliping: is no key of DeepSpeed",
+            "my.j2:10: gradient_cliping: is no key of DeepSpeed",
         ),
         (
             '"gradient_clipping"',
             '"gradient_clipping": 1.0,\n  "scheduler": {},',
-            "my.j2:8: scheduler: the run file has its own key for it",
+            "my.j2:10: scheduler: the run file has its own key for it",
         ),
     ],
 )
@@ -344,9 +345,39 @@ def test_rendered_text_must_be_strict_json(text: str, message: str) -> None:
     assert found.startswith(message)
 
 
+def test_all_that_is_wrong_with_a_template_is_shown_at_once() -> None:
+    text = with_line('"gradient_clipping"', '"step_per_print": 5,').replace(
+        '"train_batch_size": {{', '"train_batch_size": 1{{'
+    )
+    assert [message.split(";")[0] for message in wrong_lines(text)] == [
+        "my.j2:5: train_batch_size is 18",
+        "my.j2: gradient_clipping is missing",
+        "my.j2:9: step_per_print: is no key of DeepSpeed",
+    ]
+
+
 def test_a_template_may_add_what_the_plan_leaves_open() -> None:
     added = '"gradient_clipping": {{ gradient_clipping | json }},\n  "steps_per_print": 100,'
     assert render_own(with_line('"gradient_clipping"', added))["steps_per_print"] == 100
+
+
+def test_the_plan_records_what_the_template_gave() -> None:
+    """launch.sh and --resume go by plan.json, so that a template edited later changes no recorded run."""
+    added = '"gradient_clipping": {{ gradient_clipping | json }},\n  "steps_per_print": 100,'
+    template = TemplateFile("my.j2", with_line('"gradient_clipping"', added))
+    plan = plan_of(SMALL + "deepspeed_template: my.j2\n", template=template)
+    again = from_json(RunPlan, to_json(plan))
+    assert again.ds_config["steps_per_print"] == 100
+    assert again.deepspeed_template == "/base/my.j2"
+    assert again.origins["deepspeed_template"].source == "run.yaml:4"
+
+
+def test_a_template_that_is_not_there_is_named_with_all_else_that_is_wrong() -> None:
+    missing = ConfigError("run.yaml:4: deepspeed_template: my.j2 not found")
+    text = SMALL + "deepspeed_template: my.j2\ndeepspeed: {steps_per_print: ten}\n"
+    with pytest.raises(ConfigErrors) as caught:
+        engine_of(text, template_problem=missing)
+    assert [problem.message.split(":")[1] for problem in caught.value.problems] == ["4", "5"]
 
 
 def test_raw_keys_are_merged_over_a_template() -> None:

@@ -25,7 +25,9 @@ def check_precision(checker: Checker) -> None:
         _check_scale(checker)
     elif checker.precision is not None:
         _check_idle_fp16(checker)
-    if checker.precision == "fp32" and not checker.on("torch_autocast", "enabled"):
+    devices = checker.target.devices
+    on_cpu = bool(devices) and all(device.name == _CPU for device in devices or ())
+    if checker.precision == "fp32" and not on_cpu and not checker.on("torch_autocast", "enabled"):
         hint = "turn bf16 on where the GPUs have it (A100 and newer), else fp16"
         checker.report("fp32", "info", (), "neither bf16 nor fp16 is on: everything is fp32", hint)
     _check_bf16(checker)
