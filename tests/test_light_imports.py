@@ -79,6 +79,7 @@ def test_help_of_a_verb_imports_click_alone(verb: str) -> None:
         ("plan", str(RUN_FILE)),
         ("launch", str(RUN_FILE), "--dry-run"),
         ("template", "list"),
+        ("hosts", str(REPO_ROOT / "hostfiles" / "unequal-nodes")),
         ("check", str(RUN_FILE)),
     ],
     ids=lambda argv: " ".join(argv[:1]) + (" from flags" if "--lr" in argv else ""),

@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "check": ("dslaunch.cli.check", "Check a DeepSpeed config, run file or hostfile."),
     "explain": ("dslaunch.cli.explain", "Say what a DeepSpeed key or the loss scale does."),
     "plan": ("dslaunch.cli.plan", "Show every resolved value with its reason and source, and its memory."),
+    "hosts": ("dslaunch.cli.hosts", "Show the hosts and slots of a hostfile, a batch job or this machine."),
     "launch": ("dslaunch.cli.launch", "Start the ranks of a run file, or of any command."),
     "export": ("dslaunch.cli.export", "Write a checkpoint as a Hugging Face directory."),
     "generate": ("dslaunch.cli.generate", "Answer prompts with an exported model or adapter."),

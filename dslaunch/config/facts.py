@@ -14,6 +14,7 @@ from dslaunch.config.spec import RunSpec
 from dslaunch.core.data_files import DATA_SUFFIXES, OTHER_SUFFIXES, is_data_file
 from dslaunch.core.devices import Inventory, probe_inventory
 from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
+from dslaunch.core.host_lookup import check_named_once
 from dslaunch.core.host_memory import local_memory_bytes
 from dslaunch.core.hostfile import parse_hostfile
 from dslaunch.core.templating import TemplateFile
@@ -115,10 +116,21 @@ def load_hostfile(fact: PathFact, where: str) -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise HostfileError(f"{where}cannot read hostfile {fact.absolute}: {reason}") from None
+    return parse_all(text, fact.absolute)
+
+
+def parse_all(text: str, name: str) -> tuple[Host, ...]:
+    """The hosts of a hostfile's text; ``name`` is the file's.
+
+    A name server is asked where names and addresses are mixed. Raises HostfileError,
+    or ConfigErrors with all lines that are wrong.
+    """
     try:
-        return parse_hostfile(text, fact.absolute)
+        hosts = parse_hostfile(text, name)
     except HostfileError as error:
-        raise _all_wrong_lines(text, fact.absolute, error) from None
+        raise _all_wrong_lines(text, name, error) from None
+    check_named_once(hosts, name)
+    return hosts
 
 
 def load_template(fact: PathFact, where: str, cwd: Path) -> TemplateFile:

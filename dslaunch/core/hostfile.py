@@ -58,7 +58,7 @@ def render_hostfile(hosts: Sequence[Host]) -> str:
 
     Slots 0 .. n-1 are written as a count, which DeepSpeed reads too.
     """
-    return "".join(f"{_host_text(host)} slots={_slots_text(host.slots)}\n" for host in hosts)
+    return "".join(f"{host_text(host)} slots={_slots_text(host.slots)}\n" for host in hosts)
 
 
 def select_hosts(
@@ -216,7 +216,8 @@ def _column(content: str) -> int:
     return len(content) - len(content.lstrip()) + 1
 
 
-def _host_text(host: Host) -> str:
+def host_text(host: Host) -> str:
+    """A host as a hostfile has it: ``alice@worker-1:2222``, ``[fe80::1]``."""
     name = f"[{host.name}]" if ":" in host.name else host.name
     return (f"{host.user}@" if host.user else "") + name + (f":{host.port}" if host.port else "")
 
