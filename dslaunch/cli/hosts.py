@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dslaunch.cli import options
+from dslaunch.cli.talk import talk
 
 if TYPE_CHECKING:
     from dslaunch.config.facts import Facts
@@ -40,7 +41,7 @@ def command(file: str | None, as_json: bool, output: str | None, force: bool, **
     hosts = _resolve(file, flags)
     topology = hosts.topology
     nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
-    click.echo(f"{nodes}, world size {topology.world_size}; {hosts.topology_reason}", err=True)
+    talk(f"{nodes}, world size {topology.world_size}; {hosts.topology_reason}")
     if output is not None:
         _write(topology.hosts, output, force=force)
     if as_json:
