@@ -76,6 +76,7 @@ def _is_program(word: str) -> bool:
 @options.set_option
 @options.cluster_options
 @options.master_options
+@click.option("--via", metavar="WAY", help="Way to reach the hosts: auto (default), local or ssh.")
 @click.option(
     "--env", multiple=True, metavar="K=V | K", help="Set K for the ranks; K alone: pass it on, unrecorded."
 )
@@ -85,11 +86,12 @@ def _is_program(word: str) -> bool:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; rank 0's output on stderr.")
 @click.pass_context
 def command(ctx: click.Context, /, *, dry_run: bool, as_json: bool, **flags: object) -> int:
-    """Start local ranks and stay until all have ended; the exit code is the first failing rank's own.
+    """Start ranks, here or elsewhere, and stay until all have ended; the first to fail gives the exit code.
 
     \b
     dslaunch launch RUN.yaml                                     train what the run file says
     dslaunch launch --num-gpus-per-node 2 -- python train.py ... run any command, once per rank
+    dslaunch launch --hostfile hosts -- python train.py ...      the same on every slot of these hosts, by ssh
     dslaunch launch --plan RUN_DIR/plan.json                     run a recorded plan again
     """
     from dslaunch.cli.launch_request import check_ready_to_run, resolve_request
@@ -143,9 +145,9 @@ def _check_request(request: LaunchRequest, ctx: click.Context) -> None:
         raise error
     if request.run_file is None and request.set_:
         raise click.UsageError("--set changes a run file, and there is none here")
-    hosts = (request.hostfile, request.include, request.exclude, request.num_nodes, request.gpu)
-    if request.run_file is None and any(value is not None for value in hosts):
-        raise click.UsageError("--hostfile, --include, --exclude, --num-nodes and --gpu go with a run file")
+    hosts = (request.hostfile, request.include, request.exclude, request.num_nodes, request.gpu, request.via)
+    if request.plan_file is not None and any(value is not None for value in hosts):
+        raise click.UsageError("a recorded plan has its hosts already; leave --hostfile and the like out")
     if request.num_gpus_per_node is not None and request.num_gpus_per_node < 1:
         raise click.UsageError(f"--num-gpus-per-node {request.num_gpus_per_node}: at least 1")
     if request.master_port is not None and not 0 < request.master_port < 65536:
@@ -246,8 +248,11 @@ def _announce(launch: LaunchPlan) -> None:
     world_size = launch.topology.world_size
     ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
     hosts = ", ".join(host.name for host in launch.topology.hosts[:4])
+    if (more := launch.topology.num_nodes - 4) > 0:
+        hosts += f" and {more} more hosts"
+    way = "" if launch.via == "local" else f" by {launch.via}"
     _talk(f"run directory {launch.run_dir}")
-    _talk(f"starting {ranks} on {hosts}; each writes to logs/rank-N.log there")
+    _talk(f"starting {ranks} on {hosts}{way}; each writes to logs/rank-N.log there")
 
 
 def _talk(text: str) -> None:
@@ -279,34 +284,39 @@ def _outcome_json(outcome: Outcome, launch: LaunchPlan) -> dict[str, Any]:
 def _show(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> None:
     """What would be started: the very orders, with secrets and the port left open."""
     from dslaunch.cli.launch_request import rank_plan
+    from dslaunch.core.command import looks_secret
     from dslaunch.core.plan import to_json
-    from dslaunch.launch.orders import build_orders, check_launch
+    from dslaunch.launch.orders import build_orders, check_launch, is_elsewhere
     from dslaunch.launch.text import utf8_environ
 
     launch = rank_plan(plan, request)
     environ = utf8_environ()
     check_launch(launch, environ)
-    environ.update(dict.fromkeys(launch.secret_env, "(taken from the environment at start)"))
-    port = launch.master_port or "(a free port, found at start)"
+    secret = [name for name in (*launch.secret_env, *environ) if looks_secret(name)]
+    environ.update(dict.fromkeys((*launch.secret_env, *secret), "(taken from the environment at start)"))
     hosts = [
-        build_orders(launch, node_rank, master_port=port, environ=environ)
-        for node_rank in range(launch.topology.num_nodes)
+        build_orders(launch, node_rank, environ=environ, elsewhere=is_elsewhere(launch, host))
+        for node_rank, host in enumerate(launch.topology.hosts)
     ]
     if as_json:
         click.echo(json.dumps({"schema_version": 1, "dry_run": True, "plan": to_json(plan), "hosts": hosts}))
         return
     click.echo(f"run directory {_quoted(launch.run_dir)}  (nothing is started or written)")
     for orders in hosts:
-        _show_host(orders)
+        _show_host(orders, launch)
 
 
-def _show_host(orders: dict[str, Any]) -> None:
+def _show_host(orders: dict[str, Any], launch: LaunchPlan) -> None:
     from dslaunch.core.command import shell_text
 
+    one = launch.topology.num_nodes == 1
+    addr = launch.master_addr or ("127.0.0.1" if one else "(host 0's address on the way to the others)")
+    port = launch.master_port or "(a free port, found at start)"
     click.echo(f"\nhost {orders['host']}, in {_quoted(orders['cwd'])}, each rank runs\n")
     click.echo(f"  {shell_text(orders['argv'])}\n\nwith, added to the environment,\n")
     for name, value in orders["env"].items():
         click.echo(f"  {name}={_quoted(value)}")
+    click.echo(f"  MASTER_ADDR={addr}\n  MASTER_PORT={port}")
     if orders["visible_devices"]:
         devices = ",".join(orders["visible_devices"])
         click.echo(f"  CUDA_VISIBLE_DEVICES={devices}  (within those visible there; AMD: HIP_ or ROCR_...)")

@@ -31,6 +31,7 @@ class LaunchRequest:
     num_nodes: int | None
     num_gpus_per_node: int | None
     gpu: str | None
+    via: str | None
     master_addr: str | None
     master_port: int | None
     env: tuple[str, ...]
@@ -113,6 +114,7 @@ def _resolve_run_file(request: LaunchRequest) -> RunPlan:
         num_nodes=request.num_nodes,
         num_gpus_per_node=request.num_gpus_per_node,
         gpu=request.gpu,
+        via=request.via,
         master_addr=request.master_addr,
         master_port=request.master_port,
         run_dir=request.run_dir,
@@ -172,7 +174,7 @@ def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandP
 
     argv = tuple(utf8(word) for word in words)
     check_argv(argv, "launch")
-    device_type, topology = _local_ranks(request.num_gpus_per_node)
+    device_type, topology, via = _command_ranks(request)
     name = _command_name(argv)
     launch = LaunchPlan(
         argv=argv,
@@ -180,6 +182,7 @@ def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandP
         run_dir=utf8(str(_command_run_dir(request, name))),
         cwd=utf8(os.getcwd()),
         device_type=device_type,
+        via=via,
     )
     if request.resume:
         recorded = load_recorded_plan(_recorded_path(launch.run_dir))
@@ -197,6 +200,33 @@ def _command_run_dir(request: LaunchRequest, name: str) -> Path:
     if request.resume:
         raise _which_run(name, root)
     return _default_run_dir(name, root)
+
+
+def _command_ranks(
+    request: LaunchRequest,
+) -> tuple[Literal["cpu", "cuda"], Topology, Literal["local", "ssh"]]:
+    """Device type, hosts and the way to reach them, from flags alone."""
+    from dslaunch.core.errors import ConfigError
+
+    if request.via not in (None, "auto", "local", "ssh"):
+        raise ConfigError(f"--via {request.via!r} is not one of auto, local, ssh")
+    names = ("hostfile", "include", "exclude", "num_nodes", "gpu")
+    flags = {name: getattr(request, name) for name in names}
+    if all(value is None for value in flags.values()):
+        return *_local_ranks(request.num_gpus_per_node), "local"
+
+    from dslaunch.cli.options import flag_overrides
+    from dslaunch.config.facts import probe_facts
+    from dslaunch.config.hosts import choose_via, resolve_hosts
+    from dslaunch.config.load import load_flags
+
+    loaded = load_flags((), flag_overrides({**flags, "num_gpus_per_node": request.num_gpus_per_node}))
+    facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
+    if facts.hostfile_problem is not None:
+        raise facts.hostfile_problem
+    hosts = resolve_hosts(loaded.spec.cluster, facts)
+    via = choose_via(hosts, facts)[0] if request.via in (None, "auto") else request.via
+    return hosts.device_type, hosts.topology, "ssh" if via == "ssh" else "local"
 
 
 def _local_ranks(num_ranks: int | None) -> tuple[Literal["cpu", "cuda"], Topology]:

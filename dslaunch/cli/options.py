@@ -32,6 +32,7 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "host_memory_gib": ("cluster", "host_memory_gib"),
     "master_addr": ("cluster", "master_addr"),
     "master_port": ("cluster", "master_port"),
+    "via": ("launch", "via"),
     "model": ("model", "path"),
     "precision": ("precision",),
     "zero_stage": ("zero_optimization", "stage"),

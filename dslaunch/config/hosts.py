@@ -46,6 +46,22 @@ def resolve_hosts(cluster: ClusterSpec, facts: Facts, *, runs_here: bool = True)
     return _this_machine(cluster, facts, named)
 
 
+def choose_via(hosts: ResolvedHosts, facts: Facts) -> tuple[Literal["local", "ssh"], str]:
+    """How to reach the hosts, and why, where nothing is said."""
+    names = [host.name for host in hosts.topology.hosts]
+    if len(names) == 1 and names[0] in facts.local_names:
+        return "local", "this machine is the only host"
+    if facts.hosts is None:
+        return "local", "the names of the hosts are not known without a hostfile"
+    others = [name for name in names if name not in facts.local_names]
+    if not others:
+        return "local", "all hosts are this machine"
+    return (
+        "ssh",
+        f"{others[0]}{' and others' if len(others) > 1 else ''} of the hostfile are not this machine",
+    )
+
+
 def _from_hostfile(
     cluster: ClusterSpec,
     facts: Facts,

@@ -7,7 +7,7 @@ from typing import Literal
 
 from dslaunch.config.engine_plan import resolve_engine
 from dslaunch.config.facts import Facts
-from dslaunch.config.hosts import ResolvedHosts
+from dslaunch.config.hosts import ResolvedHosts, choose_via
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.origins import build_origins
 from dslaunch.config.paths import check_data_file, check_hub_id, fail_missing
@@ -197,7 +197,7 @@ class _Parts:
             topology=hosts.topology,
             run_dir=str(run_dir),
             cwd=where.absolute if where else str(cwd),
-            via=spec.via,
+            via=_via(spec.via, hosts, self.facts, self.report),
             device_type=hosts.device_type,
             master_addr=cluster.master_addr,
             master_port=cluster.master_port,
@@ -205,7 +205,16 @@ class _Parts:
             secret_env=spec.secret_env,
             failure_grace_s=float(spec.failure_grace_s),
             checkpoint_grace_s=float(spec.checkpoint_grace_s),
+            host_timeout_s=float(spec.host_timeout_s),
         )
+
+
+def _via(asked: str, hosts: ResolvedHosts, facts: Facts, report: Report) -> Literal["local", "ssh"]:
+    if asked == "auto":
+        via, reason = choose_via(hosts, facts)
+        report.reason("launch.via", reason)
+        return via
+    return "ssh" if asked == "ssh" else "local"
 
 
 def _check_attention(model: ModelPlan, precision: Precision, device_type: str, report: Report) -> None:

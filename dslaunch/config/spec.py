@@ -86,7 +86,10 @@ class SchedulerSpec(Section):
 class LaunchSpec(Section):
     """How the ranks are started."""
 
-    via: Literal["local"] = Field("local", description="Way to reach the hosts.")
+    via: Literal["auto", "local", "ssh"] = Field(
+        "auto",
+        description="Way to reach the hosts. `auto`: `local` where this machine is the only one, else `ssh`.",
+    )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the ranks.")
     secret_env: Names = Field(
         (), description="Variables passed on by value at the start and never written to a file."
@@ -100,6 +103,9 @@ class LaunchSpec(Section):
     )
     checkpoint_grace_s: NonNegativeFloat = Field(
         120.0, description="Seconds that a cancelled run has to save a checkpoint."
+    )
+    host_timeout_s: PositiveFloat = Field(
+        30.0, description="Seconds of silence after which another host counts as lost."
     )
 
 

@@ -8,7 +8,6 @@ architecture papers (tensor core types by compute capability), DeepSpeed 0.19.8
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -165,13 +164,6 @@ def may_have_gpu(root: Path = Path("/")) -> bool:
     return any((root / "dev").glob("nvidia[0-9]*")) or any(
         (root / "dev" / n).exists() for n in ("dxg", "kfd")
     )
-
-
-def cpu_model(root: Path = Path("/")) -> str:
-    """The CPU's architecture, flags and name, one a line. Where two are equal, native code can be shared."""
-    wanted = ("CPU part", "Features", "flags", "model name")
-    info = _read_cpu_info(root)
-    return "\n".join([os.uname().machine, *(f"{name}={info[name]}" for name in wanted if name in info)])
 
 
 def _find(text: str) -> Device | None:

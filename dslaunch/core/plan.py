@@ -162,14 +162,15 @@ class LaunchPlan:
     topology: Topology
     run_dir: str  # absolute
     cwd: str  # absolute
-    via: Literal["local"] = "local"
+    via: Literal["local", "ssh"] = "local"
     device_type: Literal["cpu", "cuda"] = "cpu"
-    master_addr: str | None = None  # None: 127.0.0.1 for a local launch
+    master_addr: str | None = None  # None: 127.0.0.1 on one host, else found by host 0
     master_port: int | None = None  # None: a free port is found at start
     env: Mapping[str, str] = field(default_factory=dict)
     secret_env: tuple[str, ...] = ()
     failure_grace_s: float = 5.0
     checkpoint_grace_s: float = 120.0
+    host_timeout_s: float = 30.0  # of silence, after which a host counts as lost
 
 
 @dataclass(frozen=True, kw_only=True)

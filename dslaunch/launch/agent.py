@@ -7,19 +7,25 @@ That it must travel alone is why it is longer than our other files.
 Its stdin is JSON lines. The first is the orders::
 
     {"protocol": 1, "argv": [...], "cwd": "...", "env": {...}, "host": "...",
-     "visible_devices": ["0", "1"] | null,
-     "auto_threads": true, "failure_grace_s": 5.0, "checkpoint_grace_s": 120.0,
+     "visible_devices": ["0", "1"] | null, "witness": {"path": "...", "text": "..."} | null,
+     "auto_threads": true, "ops_cpu": "1a2b3c4d" | null, "failure_grace_s": 5.0, "checkpoint_grace_s": 120.0,
+     "host_timeout_s": 30.0 | null, "meet": {"peers": ["b"], "addr": "..." | null,
+              "port": 29500 | null, "leased": false} | null,
      "ranks": [{"rank": 0, "env": {...}, "log": "...", "show": "all" | "errors"}]}
 
-then commands: ``{"command": "stop", "grace_s": 5}``, ``{"command": "kill"}``,
-``{"command": "signal", "name": "USR1"}``, ``{"command": "ack", "bytes": n}``.
-End of stdin means that the supervisor is gone: the ranks are stopped.
+then commands: ``{"command": "reach", "addr": "...", "port": n}``, ``{"command":
+"start", "env": {...}, "net": true}``, ``{"command": "stop", "grace_s": 5}``,
+``{"command": "kill"}``, ``{"command": "signal", "name": "USR1"}``, ``{"command":
+"ack", "bytes": n}``, ``{"command": "beat"}``. End of stdin, or no command for
+``host_timeout_s``, means that the supervisor is gone: the ranks are stopped.
+``meet`` is for the host of rank 0: it says at which address and port ranks of
+other hosts find it. ``witness`` is a file that a shared run directory shows.
 
 Its stdout is JSON lines, one event each: ``hello``, ``refused`` (nothing was
-started), ``start``, ``output``, ``error_line``, ``exit``, ``log_error``,
-``stop_asked`` (by a signal to this process), ``leftover``, ``done``. Text
-holds non-UTF-8 bytes as lone surrogates (surrogateescape, escaped by JSON), so
-every byte arrives as it was.
+started), ``ready``, ``reached``, ``start``, ``output``, ``error_line``, ``exit``,
+``log_error``, ``stop_asked`` (by a signal to this process), ``leftover``, ``beat``,
+``done``. Text holds non-UTF-8 bytes as lone surrogates (surrogateescape, escaped
+by JSON), so every byte arrives as it was.
 
 What is killed is only ever a child of this process: a rank that has not been
 reaped yet (with its process group, whose number is then still taken), or a
@@ -30,19 +36,24 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import functools
+import hashlib
 import json
 import os
+import random
 import re
 import selectors
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-PROTOCOL = 1
+PROTOCOL = 2
 CHUNK = 65536
 WINDOW = 1 << 20  # bytes of shown output that may be on their way; then the rank's pipe is left to fill
 TAIL = 16384  # bytes of stderr kept for the report of a failure
@@ -51,6 +62,8 @@ FLUSH_S = 0.2  # an unfinished line (a prompt, a progress bar) is logged after t
 TICK_S = 0.05
 SETTLE_S = 1.0  # helpers of a rank that ended well may take this long to end by themselves
 UNKILLABLE_S = 10.0
+REACH_S = 10.0  # for a connection to the host of rank 0
+LOWEST_PORT = 15000  # below are ports that sites give to services
 ERROR_LINE = re.compile(rb"^(\w+\.)*\w*(Error|Exception|Interrupt)\b|\b(ERROR|CRITICAL|FATAL)\b")
 CUDA_VARIABLE = b"CUDA_VISIBLE_DEVICES"
 # AMD's runtime heeds one of the first two, the first first; they count among what the third leaves.
@@ -103,6 +116,38 @@ class Log:
                     self.on_error(error.strerror or str(error))
                 break
         return done
+
+
+class Lease:
+    """A port for the ranks to meet at that no other launch on this machine picks while this lives.
+
+    The reservation is an abstract Unix socket, which the kernel frees however this
+    process ends. Until the ranks start, the port itself can be listened on, for others to try.
+    """
+
+    def __init__(self, port: int | None, *, leased: bool = True) -> None:
+        self.port = port or 0
+        self.reservation = self.server = None  # type: socket.socket | None
+        if port is None:
+            self.port, self.reservation = find_port()
+        elif not leased:
+            self.reservation = reserve_port(port)
+            if self.reservation is None or not is_free_port(port):
+                raise Refusal(f"master_port {port} is taken", "leave master_port out: a free one is found")
+
+    def listen(self, ipv6: bool) -> None:
+        self.server = socket.socket(socket.AF_INET6 if ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+        self.server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.server.bind(("::" if ipv6 else "0.0.0.0", self.port))
+            self.server.listen(4096)  # the kernel shakes hands; nobody needs to accept
+        except OSError as error:
+            raise Refusal(f"cannot listen on port {self.port}: {error.strerror}",
+                          "give another --master-port") from None  # fmt: skip
+
+    def stop_listening(self) -> None:
+        if self.server is not None:
+            self.server.close()
 
 
 class Stream:
@@ -171,6 +216,11 @@ class Agent:
         self.settle_at = self.kill_at = self.give_up_at = float("inf")
         self.asked: set[int] = set()
         self.left: list[int] = []
+        self.prepared: tuple[bytes, dict[bytes, bytes], bytes] | None = None
+        self.lease = Lease(None)
+        self.started = self.refused = False
+        self.host_timeout_s: float = orders["host_timeout_s"] or float("inf")
+        self.heard_at = self.beat_at = time.monotonic()
 
     # --- what is said -------------------------------------------------------------------------
 
@@ -210,9 +260,12 @@ class Agent:
         env.update((to_bytes(k), to_bytes(v)) for k, v in orders["env"].items())
         if orders["auto_threads"] and b"OMP_NUM_THREADS" not in env:
             env[b"OMP_NUM_THREADS"] = b"%d" % max(1, usable_cores() // len(orders["ranks"]))
+        if orders["ops_cpu"] is not None and orders["ops_cpu"] != cpu_key():  # not the launcher's
+            env[b"TORCH_EXTENSIONS_DIR"] += b"-" + cpu_key().encode()
         if orders["visible_devices"] is not None:
             name = device_variable(env)
             env[name] = to_bytes(visible_devices(orders["visible_devices"], env.get(name)))
+        check_witness(orders["witness"])
         cwd = to_bytes(orders["cwd"])
         if not os.path.isdir(cwd):
             raise Refusal(f"no working directory {to_text(cwd)}", "create it, or give launch.cwd")
@@ -226,6 +279,18 @@ class Agent:
                 ) from None
             self.ranks.append(Rank(item, log))
         return program, env, cwd
+
+    def meet(self) -> dict[str, Any]:
+        """Where ranks of other hosts find rank 0, if it runs here: address and port."""
+        wanted = self.orders["meet"]
+        if wanted is None:
+            return {}
+        self.lease = Lease(wanted["port"], leased=wanted["leased"])
+        if not wanted["peers"]:
+            return {"addr": wanted["addr"] or "127.0.0.1", "port": self.lease.port}
+        address = wanted["addr"] or own_address(wanted["peers"])
+        self.lease.listen(":" in address)
+        return {"addr": address, "port": self.lease.port}
 
     def log_error(self, rank: int, why: str) -> None:
         self.send("log_error", rank=rank, message=why)
@@ -311,13 +376,18 @@ class Agent:
         self.feed(data)
 
     def feed(self, data: bytes) -> None:
+        self.heard_at = time.monotonic()
         *lines, self.inbox = (self.inbox + data).split(b"\n")
         for line in lines:
             self.obey(json.loads(line.decode("ascii")))
 
     def obey(self, command: dict[str, Any]) -> None:
         what = command["command"]
-        if what == "stop":
+        if what == "reach":
+            self.send("reached", problem=reach_problem(command["addr"], command["port"]))
+        elif what == "start":
+            self.start_ranks(command)
+        elif what == "stop":
             self.begin_stop(command["grace_s"])
         elif what == "kill":
             self.begin_stop(0.0)
@@ -328,6 +398,26 @@ class Agent:
                     send_signal(rank.pid, getattr(signal, "SIG" + command["name"]))
         elif what == "ack":
             self.unacked -= command["bytes"]
+
+    def start_ranks(self, command: dict[str, Any]) -> None:
+        if self.stopping or self.started or self.prepared is None:
+            return
+        self.started = True
+        program, env, cwd = self.prepared
+        self.lease.stop_listening()
+        env.update((to_bytes(k), to_bytes(v)) for k, v in command["env"].items())
+        if command["net"] and (interface := interface_to(command["env"]["MASTER_ADDR"])):
+            for name in (b"GLOO_SOCKET_IFNAME", b"NCCL_SOCKET_IFNAME"):
+                env.setdefault(name, to_bytes(interface))
+        try:
+            self.start(program, env, cwd)
+        except Refusal as refusal:
+            self.refuse(refusal)
+
+    def refuse(self, refusal: Refusal) -> None:
+        self.refused = True
+        self.send("refused", message=refusal.message, hint=refusal.hint)
+        self.begin_stop(self.orders["failure_grace_s"])
 
     def note_signal(self, number: int, _frame: Any) -> None:
         self.stop_signal = self.stop_signal or number
@@ -393,6 +483,9 @@ class Agent:
 
     def tick(self, now: float) -> bool:
         """Advance the ending; True when nothing of ours is left."""
+        self.beat(now)
+        if not self.started and not self.stopping:
+            return False
         for rank in self.ranks:
             for stream in rank.streams:
                 if stream.pending and now - stream.pending_since >= FLUSH_S:
@@ -405,6 +498,18 @@ class Agent:
                 self.note_give_up(now)
             return now >= self.give_up_at
         return self.clear_leftovers(now)
+
+    def beat(self, now: float) -> None:
+        """Show that we live, and stop the ranks where the supervisor has shown no life for too long."""
+        if self.host_timeout_s == float("inf"):
+            return
+        if now - self.beat_at >= self.host_timeout_s / 6:
+            self.beat_at = now
+            self.send("beat")
+        if now - self.heard_at >= self.host_timeout_s and not self.supervisor_gone:
+            self.supervisor_gone = True  # what is still to be said would only fill the connection
+            self.outbox.clear()
+            self.begin_stop(self.orders["failure_grace_s"])
 
     def clear_leftovers(self, now: float) -> bool:
         children = own_children()
@@ -461,11 +566,11 @@ class Agent:
             self.selector.unregister(1)
 
     def timeout(self, now: float) -> float | None:
-        if self.stopping or not any(rank.alive for rank in self.ranks):
+        if self.stopping or (self.started and not any(rank.alive for rank in self.ranks)):
             return TICK_S
         if any(stream.pending for rank in self.ranks for stream in rank.streams):
             return FLUSH_S
-        return None
+        return None if self.host_timeout_s == float("inf") else self.host_timeout_s / 12
 
     def serve(self, wake_fd: int) -> None:
         self.selector.register(0, selectors.EVENT_READ, "in")
@@ -497,6 +602,139 @@ class Agent:
         if not self.supervisor_gone:
             os.set_blocking(1, True)
             self.write_out()
+
+
+def check_witness(witness: dict[str, str] | None) -> None:
+    """Raises Refusal where this host does not see the run directory that the launcher wrote to."""
+    if witness is None:
+        return
+    path = to_bytes(witness["path"])
+    folder = os.path.dirname(path)
+    try:
+        os.listdir(folder)  # NFS looks anew
+        with open(path, encoding="utf-8") as stream:
+            seen = stream.read()
+    except OSError as error:
+        seen = error.strerror or str(error)
+    if seen != witness["text"]:
+        raise Refusal(
+            f"the run directory {to_text(folder)} of the launcher is not seen here ({seen or 'another one'})",
+            "put --run-dir on a file system that all hosts share",
+        )
+
+
+def find_port() -> tuple[int, socket.socket]:
+    """A free port and its reservation. Raises Refusal where there is none."""
+    # Outside the ephemeral range: within it, the ranks' own outgoing connections may take
+    # the port between our test and rank 0's bind.
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as stream:
+            low = int(stream.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        low = 32768
+    pool = range(LOWEST_PORT, low) if low - LOWEST_PORT >= 200 else range(LOWEST_PORT, 65536)
+    for port in random.SystemRandom().sample(pool, 200):
+        reservation = reserve_port(port)
+        if reservation is not None:
+            if is_free_port(port):
+                return port, reservation
+            reservation.close()
+    raise Refusal("no free port for the ranks to meet at", "give --master-port")
+
+
+def reserve_port(port: int) -> socket.socket | None:
+    reservation = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        reservation.bind(f"\0dslaunch-master-port-{port}")
+    except OSError:
+        reservation.close()
+        return None
+    return reservation
+
+
+def is_free_port(port: int) -> bool:
+    """Whether a server could listen on ``port`` on every interface, IPv4 and IPv6."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TCPStore does
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((address, port))
+                probe.listen(1)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return False
+            # No such family on this machine: nobody can hold the port there.
+    return True
+
+
+def own_address(peers: list[str]) -> str:
+    """The address that the other hosts reach this one at: that from which the kernel would send to them."""
+    for name in peers:
+        address = address_towards(name)
+        if address is not None:
+            return address
+    fields = os.environ.get("SSH_CONNECTION", "").split()  # peers may be names of the launcher's ssh_config
+    if len(fields) == 4 and not is_loopback(fields[2]):
+        return fields[2]
+    raise Refusal(
+        f"at which address the other hosts ({', '.join(peers[:3])}) find this one is not known",
+        "give it: --master-addr",
+    )
+
+
+def address_towards(name: str) -> str | None:
+    """Our end of the route to a host; None where it cannot be looked up or leads nowhere else."""
+    try:
+        found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return None
+    for family, kind, protocol, _, target in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # no packet is sent
+                address: str = probe.getsockname()[0]
+        except OSError:
+            continue
+        if not is_loopback(address):
+            return address
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def reach_problem(address: str, port: int) -> str | None:
+    """Why no connection to the host of rank 0 can be made; None where it can."""
+    try:
+        socket.create_connection((address, port), REACH_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def interface_to(address: str) -> str | None:
+    """The network interface on the way to ``address``; None where that is not to be found out."""
+    own = address_towards(address)
+    if own is None:
+        return None
+    for _, name in socket.if_nameindex():
+        request = struct.pack("256s", name.encode()[:15])
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+        except OSError:
+            continue
+        if socket.inet_ntoa(answer[20:24]) == own:
+            return name
+    try:
+        packed = socket.inet_pton(socket.AF_INET6, own.partition("%")[0]).hex()
+        with open("/proc/net/if_inet6", encoding="ascii") as stream:
+            return next((line.split()[5] for line in stream if line.startswith(packed)), None)
+    except OSError:
+        return None
 
 
 def usable_cores(root: str = "/") -> int:
@@ -547,6 +785,26 @@ def cpu_quota(folder: str) -> float | None:
         return int(quota) / int(period) if int(quota) > 0 else None
     except (ValueError, ZeroDivisionError):  # "max"
         return None
+
+
+def cpu_model(root: str = "/") -> str:
+    """The CPU's architecture, flags and name, one a line. Where two are equal, native code can be shared."""
+    found: dict[str, str] = {}
+    try:
+        with open(os.path.join(root, "proc/cpuinfo"), encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                if not line.strip():
+                    break
+                name, _, value = line.partition(":")
+                found[name.strip()] = value.strip()
+    except OSError:
+        pass
+    wanted = ("CPU part", "Features", "flags", "model name")
+    return "\n".join([os.uname().machine, *(f"{name}={found[name]}" for name in wanted if name in found)])
+
+
+def cpu_key() -> str:
+    return hashlib.sha256(cpu_model().encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
 def device_variable(env: dict[bytes, bytes], root: str = "/") -> bytes:
@@ -674,17 +932,16 @@ def main() -> int:
     agent = Agent(orders, rest)
     wake_fd = wake_on_signals(agent)
     version = sys.version.split()[0]
+    agent.outbox += b"\n"  # ends what a login script may have left unfinished there
     agent.send("hello", protocol=PROTOCOL, node=os.uname().nodename, pid=os.getpid(), python=version)
-    code = 0
     try:
-        agent.start(*agent.prepare())
+        agent.prepared = agent.prepare()
+        agent.send("ready", **agent.meet())
     except Refusal as refusal:
-        agent.send("refused", message=refusal.message, hint=refusal.hint)
-        agent.begin_stop(agent.orders["failure_grace_s"])
-        code = 3
+        agent.refuse(refusal)
     agent.serve(wake_fd)
     agent.finish()
-    return code
+    return 3 if agent.refused else 0
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from dslaunch.core.devices import cpu_model
 from dslaunch.core.run_dir import cache_dir
+from dslaunch.launch.agent import cpu_model
 
 
 def torch_extensions_dir(program: str, environ: Mapping[str, str], cwd: str) -> Path:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,15 +25,22 @@ _ACK_EVERY = 1 << 16  # bytes of output written before an agent is told
 class AgentLink:
     """One started agent. It runs in its own session: a terminal's Ctrl-C reaches only us.
 
-    It inherits the descriptors in ``keep_fds``. Raises EnvironmentNotReady where it cannot be started.
+    It inherits the descriptors in ``keep_fds``. ``is_local``: its ranks are processes of this
+    machine. Raises EnvironmentNotReady where it cannot be started.
     """
 
-    def __init__(self, host: Host, command: Command, keep_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self, host: Host, command: Command, keep_fds: Sequence[int] = (), *, is_local: bool = True
+    ) -> None:
         self.host = host
+        self.is_local = is_local
         self.done = False  # it said so: nothing of its ranks is left
+        self.said_hello = False
+        self.heard_at = time.monotonic()
         self.groups: set[int] = set()  # process groups of ranks that run, for when the agent dies
         self.stderr = b""
         self._buffer = b""
+        self._outbox = bytearray()
         self._unacked = 0
         self._lock = threading.Lock()
         try:
@@ -50,7 +59,20 @@ class AgentLink:
             raise EnvironmentNotReady(
                 f"cannot start {command.argv[0]} for host {host.name}: {error.strerror}; nothing was started"
             ) from error
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)
         self._write(command.stdin or b"")
+
+    @property
+    def stdin_fd(self) -> int | None:
+        """To wait for where :attr:`has_unsent`; None once it is closed."""
+        assert self.process.stdin is not None
+        return None if self.process.stdin.closed else self.process.stdin.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether commands wait for the agent to read: a connection that is slow, or cut."""
+        return bool(self._outbox)
 
     @property
     def stdout_fd(self) -> int:
@@ -88,6 +110,7 @@ class AgentLink:
         data = os.read(self.stdout_fd, _CHUNK)
         if not data:
             raise EOFError
+        self.heard_at = time.monotonic()
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError):
@@ -103,6 +126,10 @@ class AgentLink:
 
     def close(self, timeout_s: float) -> None:
         """End of stdin makes the agent stop its ranks; wait for it, then be sure."""
+        deadline = time.monotonic() + timeout_s
+        while self.has_unsent and (fd := self.stdin_fd) is not None and time.monotonic() < deadline:
+            select.select([], [fd], [], deadline - time.monotonic())
+            self.flush()
         self._close_stdin()
         try:
             self.process.wait(timeout_s)
@@ -119,24 +146,36 @@ class AgentLink:
         self.kill_groups()
 
     def kill_groups(self) -> None:
-        """KILL what the ranks of a dead agent started. Call it at once: group numbers get used again."""
-        for group in self.groups:
+        """KILL what the ranks of a dead agent started. Call it at once: group numbers get used again.
+
+        Of another machine nothing can be killed from here: the agent there stops its ranks by itself.
+        """
+        for group in self.groups if self.is_local else ():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
         self.groups.clear()
 
-    def _write(self, data: bytes) -> None:
+    def flush(self) -> None:
+        """Hand over what waits, as far as the pipe takes it. Never blocks."""
         assert self.process.stdin is not None
         if self.process.stdin.closed:
+            self._outbox.clear()
             return
-        rest = memoryview(data)
         try:
-            while rest:  # a signal may cut one write short
-                rest = rest[self.process.stdin.write(rest) :]
+            while self._outbox:
+                count = self.process.stdin.write(self._outbox)
+                if not count:  # the pipe is full
+                    return
+                del self._outbox[:count]
         except OSError:
             self._close_stdin()
 
+    def _write(self, data: bytes) -> None:
+        self._outbox += data
+        self.flush()
+
     def _close_stdin(self) -> None:
         assert self.process.stdin is not None
+        self._outbox.clear()
         with contextlib.suppress(OSError):
             self.process.stdin.close()

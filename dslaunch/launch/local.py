@@ -34,7 +34,7 @@ def check_hosts(topology: Topology) -> None:
             raise ConfigError(
                 f"host {host.name} cannot be reached: a local launch starts ranks on this machine alone; "
                 "nothing was started",
-                hint="leave the hostfile out, or name localhost in it",
+                hint="name the hosts with --hostfile and leave --via (launch.via) out",
             )
 
 

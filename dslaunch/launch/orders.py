@@ -11,9 +11,25 @@ from dslaunch.core.command import RESERVED_VARIABLES, check_argv, check_env
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import RunDir
-from dslaunch.core.topology import RankPlace
-from dslaunch.launch.agent import PROTOCOL
+from dslaunch.core.topology import Host, RankPlace, is_this_machine
+from dslaunch.launch.agent import PROTOCOL, cpu_key
 from dslaunch.launch.jit_cache import torch_extensions_dir
+
+_PEERS_TRIED = 8  # names of other hosts that host 0 looks up to find its own address
+_FORWARDED = (
+    "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LANG", "LC_ALL",
+    "TZ", "TMPDIR", "XDG_CACHE_HOME", "CUDA_HOME", "CUDA_PATH", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONHASHSEED", "PYTHONFAULTHANDLER", "TOKENIZERS_PARALLELISM",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
+    "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "MAX_JOBS", "CC", "CXX",
+)  # fmt: skip
+_FORWARDED_PREFIXES = (
+    "CONDA_", "DS_", "DSLAUNCH_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "TRITON_",
+    "NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_", "MPI_", "OMP_", "MKL_", "KMP_", "BNB_", "WANDB_", "MLFLOW_",
+    "NVIDIA_TF32", "NVTE_",
+)  # fmt: skip
+# Interfaces differ from host to host; --env sends these all the same.
+_NEVER_FORWARDED = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def check_launch(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
@@ -46,29 +62,43 @@ def check_launch(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def build_orders(
-    plan: LaunchPlan, node_rank: int, *, master_port: int | str, environ: Mapping[str, str]
+    plan: LaunchPlan,
+    node_rank: int,
+    *,
+    environ: Mapping[str, str],
+    elsewhere: bool = False,
+    leased_port: int | None = None,
+    witness: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The orders of the agent on host ``node_rank``; agent.py tells the meaning of each key.
 
     ``environ`` is the launcher's environment: the source of secrets, and of
-    choices that the user made there already (TORCH_EXTENSIONS_DIR). ``master_port``
-    is text only in a dry run, which looks for no port.
+    choices that the user made there already (TORCH_EXTENSIONS_DIR). ``elsewhere``: the
+    host is not this machine, so what its ranks should have of that environment is sent.
+    ``leased_port``: the master port, where this machine is host 0 and has it reserved.
     """
     host = plan.topology.hosts[node_rank]
+    env = _common_env(plan, environ)
+    if elsewhere:
+        env = {**forwarded(environ), **env}
     return {
         "protocol": PROTOCOL,
         "host": host.name,
         "argv": list(plan.argv),
         "cwd": plan.cwd,
-        "env": {**_common_env(plan, environ), **{name: environ[name] for name in plan.secret_env}},
+        "env": {**env, **{name: environ[name] for name in plan.secret_env}},
         "visible_devices": list(host.slots) if plan.device_type == "cuda" else None,
         "auto_threads": True,
+        "ops_cpu": None if "TORCH_EXTENSIONS_DIR" in (*plan.env, *environ) else cpu_key(),
+        "witness": witness,
+        "host_timeout_s": plan.host_timeout_s if elsewhere else None,
+        "meet": _meet(plan, leased_port) if node_rank == 0 else None,
         "failure_grace_s": plan.failure_grace_s,
         "checkpoint_grace_s": plan.checkpoint_grace_s,
         "ranks": [
             {
                 "rank": place.rank,
-                "env": _rank_env(plan, place, master_port),
+                "env": _rank_env(plan, place),
                 "log": str(RunDir(Path(plan.run_dir)).rank_log(place.rank)),
                 "show": "all" if place.rank == 0 else "errors",
             }
@@ -76,6 +106,11 @@ def build_orders(
             if place.node_rank == node_rank
         ],
     }
+
+
+def is_elsewhere(plan: LaunchPlan, host: Host) -> bool:
+    """Whether the ranks of ``host`` are started on another machine than this one."""
+    return plan.via != "local" and not is_this_machine(host.name)
 
 
 def encode_orders(orders: Mapping[str, Any]) -> bytes:
@@ -95,7 +130,26 @@ def _common_env(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
     return {**env, **plan.env}
 
 
-def _rank_env(plan: LaunchPlan, place: RankPlace, master_port: int | str) -> dict[str, str]:
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """What ranks on another machine get of the launcher's environment: all that is known to matter to them.
+
+    Nothing that says what this machine is (HOSTNAME, DISPLAY, SLURM_*, CUDA_VISIBLE_DEVICES).
+    """
+    chosen = (n for n in environ if n in _FORWARDED or n.startswith(_FORWARDED_PREFIXES))
+    return {name: environ[name] for name in chosen if name not in _NEVER_FORWARDED}
+
+
+def _meet(plan: LaunchPlan, leased_port: int | None) -> dict[str, Any]:
+    peers = [host.name for host in plan.topology.hosts[1:]]
+    return {
+        "peers": peers[:_PEERS_TRIED],
+        "addr": plan.master_addr,
+        "port": leased_port or plan.master_port,
+        "leased": leased_port is not None,
+    }
+
+
+def _rank_env(plan: LaunchPlan, place: RankPlace) -> dict[str, str]:
     topology = plan.topology
     return {
         "RANK": str(place.rank),
@@ -103,8 +157,6 @@ def _rank_env(plan: LaunchPlan, place: RankPlace, master_port: int | str) -> dic
         "WORLD_SIZE": str(topology.world_size),
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "NODE_RANK": str(place.node_rank),
-        "MASTER_ADDR": plan.master_addr or "127.0.0.1",
-        "MASTER_PORT": str(master_port),
         "LOCAL_SIZE": str(place.local_world_size),
         "CROSS_RANK": str(place.node_rank),
         "CROSS_SIZE": str(topology.num_nodes),

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import selectors
+import functools
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dslaunch.core.command import Command
 from dslaunch.core.errors import EXIT_STOPPED_AT_CHECKPOINT, EnvironmentNotReady
 from dslaunch.core.events import JsonlWriter
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import RunDir
-from dslaunch.core.topology import Host
-from dslaunch.launch import local
+from dslaunch.core.topology import is_this_machine
+from dslaunch.launch.cause import Cause
 from dslaunch.launch.link import AgentLink
-from dslaunch.launch.orders import build_orders
+from dslaunch.launch.links import Links
 from dslaunch.launch.ports import lease_port
 from dslaunch.launch.ready import check_ready
+from dslaunch.launch.screen import Screen
 from dslaunch.launch.signals import FORWARD, SignalInbox, means_kill
-from dslaunch.launch.terminal import SafeEvents, StreamWriter
+from dslaunch.launch.startup import Startup, describe_lost_agent, lay_witness
+from dslaunch.launch.terminal import SafeEvents
 from dslaunch.launch.text import printable
-from dslaunch.launch.verdict import Outcome, RankEnd, describe_code, list_ranks, render_end
-
-# One file per way to reach a host; each turns (host, orders) into the Command that starts its agent.
-LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any]], Command]] = {"local": local.build_agent_command}
+from dslaunch.launch.verdict import Outcome, RankEnd, describe_briefly, describe_code, list_ranks
 
 _AGENT_SLACK_S = 20.0  # an agent that has been told to stop and is silent this much longer is killed
 _LEFTOVERS_SHOWN = 5
@@ -59,50 +57,50 @@ def supervise(
     Raises ConfigError or EnvironmentNotReady where the ranks cannot be started.
     """
     environ = check_ready(plan)
-    lease = lease_port(plan.master_port)
+    here = is_this_machine(plan.topology.hosts[0].name)
+    lease = lease_port(plan.master_port) if here else None
     try:
         with SignalInbox() if signals is None else contextlib.nullcontext(signals) as inbox:
-            writers = StreamWriter(out), StreamWriter(err)
-            launch = _Launch(plan, inbox, SafeEvents(events), *writers, own_worker)
+            screen = Screen(out, err, plan.run_dir)
+            launch = _Launch(plan, inbox, SafeEvents(events), screen, own_worker)
             try:
-                launch.start(lease.port, environ, keep_fds)
-                launch.serve()
+                with lay_witness(plan, needed=own_worker and plan.via != "local") as witness:
+                    launch.startup.equip(environ, None if lease is None else lease.port, keep_fds, witness)
+                    launch.start()
+                    launch.serve()
                 return launch.finish()
             finally:
                 launch.close()
     finally:
-        lease.close()
+        if lease is not None:
+            lease.close()
 
 
 class _Launch:
     """One launch as it runs."""
 
     def __init__(
-        self, plan: LaunchPlan, signals: SignalInbox, events: SafeEvents, out: StreamWriter,
-        err: StreamWriter, own_worker: bool,
-    ) -> None:  # fmt: skip
-        self.plan = plan
-        self.own_worker = own_worker
-        self.signals = signals
-        self.events = events
-        self.out, self.err = out, err
-        self.links: list[AgentLink] = []
-        self.selector = selectors.DefaultSelector()
+        self, plan: LaunchPlan, signals: SignalInbox, events: SafeEvents, screen: Screen, own_worker: bool
+    ) -> None:
+        self.plan, self.own_worker = plan, own_worker
+        self.signals, self.events, self.screen = signals, events, screen
+        self.cause = Cause()
+        self.startup = Startup(plan)
+        self.links = Links(signals.fd, signals.drain)
         self.started_at = time.monotonic()
-        self.hosts = {place.rank: place.host for place in plan.topology.ranks()}
         self.pids: dict[int, int] = {}
         self.ends: dict[int, RankEnd] = {}
-        self.shown: dict[int, set[str]] = {}  # by rank: lines of stderr that the user has seen
-        self.first_failure: RankEnd | None = None
-        self.cancelled_by: int | None = None
         self.cancelled_at = float("-inf")
-        self.late: tuple[int, ...] = ()
-        self.lost_host: str | None = None
-        self.refusal: EnvironmentNotReady | None = None
         self.checkpoint_deadline = float("inf")
         self.kill_agents_at = float("inf")
+        elsewhere = plan.via != "local"
+        self.beat_s = plan.host_timeout_s / 6 if elsewhere else float("inf")
+        self.next_beat = time.monotonic() + self.beat_s
         self.leftovers = 0
         self._handlers: Mapping[str, Callable[[AgentLink, dict[str, Any]], None]] = {
+            "hello": self._on_hello,
+            "ready": self._on_ready,
+            "reached": self._on_reached,
             "start": self._on_start,
             "refused": self._on_refused,
             "output": self._on_output,
@@ -116,56 +114,36 @@ class _Launch:
 
     # --- starting and serving -------------------------------------------------------------------
 
-    def start(self, master_port: int, environ: Mapping[str, str], keep_fds: Sequence[int]) -> None:
+    def start(self) -> None:
         self.events.write(
             "launch_start",
             world_size=self.plan.topology.world_size,
             hosts=[host.name for host in self.plan.topology.hosts],
             via=self.plan.via,
-            master_addr=self.plan.master_addr or "127.0.0.1",
-            master_port=master_port,
+            master_addr=self.plan.master_addr or ("127.0.0.1" if self.plan.topology.num_nodes == 1 else None),
+            master_port=self.startup.leased_port or self.plan.master_port,
         )
-        build_agent_command = LAUNCHERS[self.plan.via]
-        self.selector.register(self.signals.fd, selectors.EVENT_READ, None)
         self._handle_signals()
-        if self._is_ending():
-            return
-        for node_rank, host in enumerate(self.plan.topology.hosts):
-            orders = build_orders(self.plan, node_rank, master_port=master_port, environ=environ)
-            link = AgentLink(host, build_agent_command(host, orders), keep_fds)
-            self.links.append(link)
-            self.selector.register(link.stdout_fd, selectors.EVENT_READ, (link, self._read_events))
-            self.selector.register(link.stderr_fd, selectors.EVENT_READ, (link, self._read_stderr))
+        if not self.cause.is_known:
+            self._start_agents()
+
+    def _start_agents(self) -> None:
+        """As many as may be connecting at once; the others follow when those have answered."""
+        for link in self.startup.start_agents():
+            self.links.add(link, self._read_events)
 
     def serve(self) -> None:
-        open_links = set(self.links)
-        while open_links:
-            for key, _ in self.selector.select(self._timeout()):
-                if key.data is None:
-                    self.signals.drain()
-                    continue
-                link, read = key.data
-                if not read(link):
-                    self.selector.unregister(key.fd)
-                    if key.fd == link.stdout_fd:
-                        open_links.discard(link)
+        while self.links.opened:
+            deadlines = (self.checkpoint_deadline, self.kill_agents_at, self.startup.deadline, self.next_beat)
+            self.links.wait(min(deadlines))
             self._handle_signals()
-            for link in self.links:
-                link.send_ack()
             self._check_deadlines()
-
-    def _timeout(self) -> float | None:
-        deadline = min(self.checkpoint_deadline, self.kill_agents_at)
-        return None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
-
-    def _read_stderr(self, link: AgentLink) -> bool:
-        return link.read_stderr()
 
     def _read_events(self, link: AgentLink) -> bool:
         try:
             for event in link.read_events():
                 handler = self._handlers.get(event["event"])
-                if handler is not None:  # "hello" says nothing that is needed here
+                if handler is not None:  # a "beat" only shows that there is life
                     handler(link, event)
         except EOFError:
             if not link.done:
@@ -175,30 +153,56 @@ class _Launch:
 
     # --- what agents report ---------------------------------------------------------------------
 
+    def _on_hello(self, link: AgentLink, event: dict[str, Any]) -> None:
+        link.said_hello = True
+        self.events.write("host_up", host=link.host.name, node=event["node"], python=event["python"])
+        self._start_agents()
+
+    def _on_ready(self, link: AgentLink, event: dict[str, Any]) -> None:
+        self.startup.note_ready(link, event)
+        self._go_on_starting()
+
+    def _on_reached(self, link: AgentLink, event: dict[str, Any]) -> None:
+        self.startup.note_reached(link, event["problem"])
+        self._go_on_starting()
+
+    def _go_on_starting(self) -> None:
+        """The next step of the start, where all hosts are done with this one."""
+        if self.cause.is_known or not self.startup.advance():
+            return
+        if (refusal := self.startup.refusal()) is not None:
+            self._refuse(refusal)
+        elif self.startup.has_started:
+            addr, port = self.startup.meeting_point()
+            self.events.write("ranks_start", master_addr=addr, master_port=port)
+
+    def _refuse(self, refusal: EnvironmentNotReady) -> None:
+        self.cause.refusal = self.cause.refusal or refusal
+        self.startup.give_up()
+        self._stop(self.plan.failure_grace_s)
+
     def _on_start(self, link: AgentLink, event: dict[str, Any]) -> None:
         link.groups.add(event["pid"])
         self.pids[event["rank"]] = event["pid"]
         self.events.write("rank_start", rank=event["rank"], host=link.host.name, pid=event["pid"])
 
     def _on_refused(self, link: AgentLink, event: dict[str, Any]) -> None:
-        tail = "; nothing was started" if not self.pids else "; what had started was stopped"
-        message = f"host {link.host.name}: {printable(event['message'])}{tail}"
-        self.refusal = self.refusal or EnvironmentNotReady(message, hint=event["hint"])
-        self._stop(self.plan.failure_grace_s)
+        message = printable(event["message"])
+        if not self.startup.has_started:
+            self.startup.note_unusable(link.host, message, event["hint"])
+            self._go_on_starting()
+            return
+        tail = "what had started was stopped" if self.pids else "nothing was started"
+        self._refuse(EnvironmentNotReady(f"host {link.host.name}: {message}; {tail}", hint=event["hint"]))
 
     def _on_output(self, link: AgentLink, event: dict[str, Any]) -> None:
-        data = event["data"].encode("utf-8", "surrogateescape")
-        writer = self.out if event["stream"] == "stdout" else self.err
-        writer.write(data, lambda: self._note_written(link, len(data)))
+        self.screen.show_output(event, functools.partial(self._note_written, link))
 
     def _on_error_line(self, link: AgentLink, event: dict[str, Any]) -> None:
-        line = event["data"].encode("utf-8", "surrogateescape")
         # After the first failure the others only complain about the one that is gone.
-        show = self.first_failure is None and self.cancelled_by is None
-        text = f"{link.host.name}:{event['rank']}| ".encode() + line + b"\n" if show else b""
-        if show:
-            self.shown.setdefault(event["rank"], set()).add(event["data"])
-        self.err.write(text, lambda: self._note_written(link, event["bytes"]))
+        hidden = self.cause.first_failure is not None or self.cause.cancelled_by is not None
+        note_written = functools.partial(self._note_written, link)
+        self.screen.show_error_line(link.host.name, event, note_written, hidden=hidden)
 
     def _on_exit(self, link: AgentLink, event: dict[str, Any]) -> None:
         link.groups.discard(event["pid"])
@@ -213,19 +217,21 @@ class _Launch:
             tail=tuple(event["tail"]),
         )
         self.ends[end.rank] = end
-        self._record_exit(end, event["pid"])
-        if code == 0 or end.asked or self._is_ending():  # stopped by us: not what went wrong
+        self.events.write_exit(end, event["pid"])
+        if self.cause.revise(end):
+            self.events.write_first_failure(end, describe_code(code, own_worker=self.own_worker))
+            self._say(f"rank {end.rank} on {end.host} {describe_briefly(code)} before that")
+        if code == 0 or end.asked or self.cause.is_known:  # stopped by us: not what went wrong
             return
         if code == EXIT_STOPPED_AT_CHECKPOINT:
             # All ranks stop at the same step; the others are about to exit the same way.
-            grace_s = self.plan.checkpoint_grace_s
-            self.checkpoint_deadline = min(self.checkpoint_deadline, time.monotonic() + grace_s)
+            deadline = time.monotonic() + self.plan.checkpoint_grace_s
+            self.checkpoint_deadline = min(self.checkpoint_deadline, deadline)
             return
-        self.first_failure = end
-        how = describe_code(code, own_worker=self.own_worker)
-        self.events.write("first_failure", rank=end.rank, host=end.host, how=how, stderr=list(end.tail))
+        self.cause.first_failure = end
+        self.events.write_first_failure(end, describe_code(code, own_worker=self.own_worker))
         if len(self.ends) < self.plan.topology.world_size:
-            self._say(f"rank {end.rank} on {end.host} {_briefly(code)}; stopping the others")
+            self._say(f"rank {end.rank} on {end.host} {describe_briefly(code)}; stopping the others")
         self._stop(self.plan.failure_grace_s)
 
     def _on_log_error(self, link: AgentLink, event: dict[str, Any]) -> None:
@@ -233,14 +239,14 @@ class _Launch:
         self._say(f"cannot write {path}: {event['message']}; the rank runs on, its output there has a gap")
 
     def _on_stop_asked(self, link: AgentLink, event: dict[str, Any]) -> None:
-        if not self._is_ending():
+        if not self.cause.is_known:
             number: int = event["signal"]
             what = f"{signal.Signals(number).name} to the agent on {link.host.name}"
             self._cancel(number, time.monotonic(), what)
 
     def _on_leftover(self, link: AgentLink, event: dict[str, Any]) -> None:
         self.leftovers += 1
-        stopped_by_us = self.cancelled_by is not None or self.first_failure is not None
+        stopped_by_us = self.cause.cancelled_by is not None or self.cause.first_failure is not None
         self.events.write("leftover", host=link.host.name, pid=event["pid"], program=event["name"])
         if not stopped_by_us and self.leftovers <= _LEFTOVERS_SHOWN:
             process = f"process {event['pid']} ({event['name']}) on {link.host.name}"
@@ -259,38 +265,32 @@ class _Launch:
             )
 
     def _on_agent_lost(self, link: AgentLink) -> None:
-        link.kill_groups()
-        code = link.process.wait()
-        while link.read_stderr():  # its last words, which may not have been read yet
-            pass
-        words = printable(link.stderr.decode("utf-8", "replace").strip()[-1000:])
-        how = f"the agent on {link.host.name} {describe_code(code)}" + (f": {words}" if words else "")
+        """The end of its stdout without a last word: it died, or the way to it did."""
+        link.kill()
+        how = describe_lost_agent(link)
+        if not self.startup.has_started:
+            if self.startup.try_again(link):
+                self._say(f"{how}; trying again")
+                self._start_agents()
+                return
+            self.events.write("host_lost", host=link.host.name, how=how)
+            self.startup.note_unusable(link.host, how, None)
+            self._start_agents()
+            self._go_on_starting()
+            return
+        self._lose(link, how)
+
+    def _lose(self, link: AgentLink, how: str) -> None:
         self.events.write("host_lost", host=link.host.name, how=how)
-        if not self.pids:
-            self.refusal = self.refusal or EnvironmentNotReady(f"{how}; nothing was started")
-        elif not self._is_ending():
-            self.lost_host = link.host.name
+        if self.cause.note_lost(link.host.name, time.monotonic() - self.started_at):
             self._say(f"{how}; its ranks are lost")
         self._stop(self.plan.failure_grace_s)
 
     # --- stopping -------------------------------------------------------------------------------
 
-    def _is_ending(self) -> bool:
-        """Whether the ranks were told to stop: what ends from then on is not the reason for it."""
-        reasons = (self.first_failure, self.cancelled_by, self.lost_host, self.refusal)
-        return bool(self.late) or any(reason is not None for reason in reasons)
-
-    def _stop(self, grace_s: float) -> None:
+    def _stop(self, grace_s: float, command: str = "stop") -> None:
         for link in self.links:
-            link.send("stop", grace_s=grace_s)
-        self._note_stop(grace_s)
-
-    def _kill(self) -> None:
-        for link in self.links:
-            link.send("kill")
-        self._note_stop(0.0)
-
-    def _note_stop(self, grace_s: float) -> None:
+            link.send(command, grace_s=grace_s)
         limit = time.monotonic() + grace_s + self.plan.failure_grace_s + _AGENT_SLACK_S
         self.kill_agents_at = min(self.kill_agents_at, limit)
         self.checkpoint_deadline = float("inf")
@@ -303,84 +303,89 @@ class _Launch:
             if number in FORWARD:
                 for link in self.links:
                     link.send("signal", name=name.removeprefix("SIG"))
-            elif not self._is_ending():
+            elif not self.cause.is_known:
                 self._cancel(number, at, "Ctrl-C" if number == signal.SIGINT else name)
             elif means_kill(number, at - self.cancelled_at):
-                self._say(f"{name} again: killing what is left" if self.cancelled_by else f"{name}: killing")
-                self.cancelled_by = self.cancelled_by or number
-                self._kill()
+                self._say(
+                    f"{name} again: killing what is left" if self.cause.cancelled_by else f"{name}: killing"
+                )
+                self.cause.cancelled_by = self.cause.cancelled_by or number
+                self._stop(0.0, "kill")
 
     def _cancel(self, number: int, at: float, what: str) -> None:
-        self.cancelled_by, self.cancelled_at = number, at
+        self.cause.cancelled_by, self.cancelled_at = number, at
         grace_s = self.plan.checkpoint_grace_s
         again = "; once more kills them at once" if number == signal.SIGINT else ""
-        if not self.links:
+        if not self.startup.has_started:
+            self.startup.give_up()
             self._say(f"{what}: no rank was started")
+            self._stop(0.0)
             return
         self._say(f"{what}: ranks were asked to stop and have {grace_s:g} s to write a checkpoint{again}")
         self._stop(grace_s)
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
+        if now >= self.startup.deadline:
+            for link in self.startup.note_silent():
+                link.kill()
+            self._go_on_starting()
+        if now >= self.next_beat:
+            self._beat(now)
         if now >= self.checkpoint_deadline:
-            self.late = tuple(sorted(set(self.hosts) - set(self.ends)))
-            self.events.write("checkpoint_late", ranks=list(self.late))
+            late = sorted({place.rank for place in self.plan.topology.ranks()} - set(self.ends))
+            self.cause.late = tuple(late)
+            self.events.write("checkpoint_late", ranks=late)
             what = "stop at the checkpoint that others stopped at" if self.own_worker else "end as others did"
-            self._say(f"{list_ranks(list(self.late))} did not {what}; stopping what is left")
+            self._say(f"{list_ranks(late)} did not {what}; stopping what is left")
             self._stop(self.plan.failure_grace_s)
         if now >= self.kill_agents_at:
             self.kill_agents_at = float("inf")
             for link in self.links:
                 if not link.done:
-                    self._say(f"the agent on {link.host.name} does not answer; killing it and its ranks")
+                    what = "killing it and its ranks" if link.is_local else "it stops its ranks by itself"
+                    self._say(f"the agent on {link.host.name} does not answer; {what}")
                     link.kill()
+
+    def _beat(self, now: float) -> None:
+        """Show the agents elsewhere that we live, and give up those that show no life any more."""
+        self.next_beat = now + self.beat_s
+        for link in self.links.beat(silent_since=now - self.plan.host_timeout_s):
+            link.done = True  # said here in its place
+            link.kill()
+            self._lose(link, f"no sign of life from {link.host.name} for {self.plan.host_timeout_s:g} s")
 
     # --- the end --------------------------------------------------------------------------------
 
     def finish(self) -> Outcome:
         """The outcome, recorded and told. Raises what an agent refused."""
-        if self.refusal is not None:
-            self.events.write("launch_end", exit_code=self.refusal.exit_code, refused=self.refusal.message)
-            raise self.refusal
+        cause = self.cause
+        if cause.refusal is not None:
+            self.events.write("launch_end", exit_code=cause.refusal.exit_code, refused=cause.refusal.message)
+            raise cause.refusal
         outcome = Outcome(
             ends=tuple(self.ends[rank] for rank in sorted(self.ends)),
-            first_failure=self.first_failure,
-            cancelled_by=self.cancelled_by,
-            lost_host=self.lost_host,
-            late=self.late,
+            first_failure=cause.first_failure,
+            cancelled_by=cause.cancelled_by,
+            lost_host=cause.lost_host,
+            late=cause.late,
             num_ranks=self.plan.topology.world_size,
             own_worker=self.own_worker,
         )
         self.events.write("launch_end", exit_code=outcome.exit_code)
         if self.events.problem:
             self._say(f"events.jsonl has a gap: {self.events.problem}")
-        first = -1 if outcome.first_failure is None else outcome.first_failure.rank
-        # Of rank 0 all was shown as it came, of the others single lines.
-        shown = None if first == 0 else frozenset(self.shown.get(first, ()))
-        words = render_end(outcome, RunDir(Path(self.plan.run_dir)), shown=shown)
-        self.err.write(words.encode("utf-8", "surrogateescape"))
+        self.screen.show_end(outcome)
         return outcome
 
     def close(self) -> None:
         """Stop what still runs (only after an error of ours), then let the last output out."""
-        for link in self.links:
-            link.close(self.plan.failure_grace_s * 2 + _AGENT_SLACK_S if not link.done else _AGENT_SLACK_S)
-        self.selector.close()
+        grace_s = self.plan.failure_grace_s * 2 + _AGENT_SLACK_S
+        self.links.close(lambda link: _AGENT_SLACK_S if link.done else grace_s)
         before = len(self.signals.pending)
-        self.out.close(lambda: len(self.signals.pending) > before)
-        if self.out.problem is not None:
-            log = self._log_path(0)
-            self._say(f"rank 0's output could not all be written here: {self.out.problem}; see {log}")
-        self.err.close(lambda: len(self.signals.pending) > before)
+        self.screen.close(lambda: len(self.signals.pending) > before)
 
     # --- small things ---------------------------------------------------------------------------
-
-    def _record_exit(self, end: RankEnd, pid: int) -> None:
-        how = {"exit_code": end.code} if end.code >= 0 else {"signal": -end.code}
-        self.events.write(
-            "rank_exit", rank=end.rank, host=end.host, pid=pid, seconds=round(end.seconds, 3),
-            max_rss_bytes=end.max_rss_bytes, asked=end.asked, **how,
-        )  # fmt: skip
 
     def _note_written(self, link: AgentLink, num_bytes: int) -> None:
         if link.note_written(num_bytes):  # in a writer's thread
@@ -390,8 +395,4 @@ class _Launch:
         return RunDir(Path(self.plan.run_dir)).rank_log(rank)
 
     def _say(self, text: str) -> None:
-        self.err.write(f"dslaunch: {text}\n".encode("utf-8", "surrogateescape"))
-
-
-def _briefly(code: int) -> str:
-    return f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
+        self.screen.say(text)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from dslaunch.core.events import JsonlWriter
+from dslaunch.launch.verdict import RankEnd
 
 
 class StreamWriter:
@@ -81,3 +82,15 @@ class SafeEvents:
             self._writer.write(kind, **fields)
         except OSError as error:
             self.problem = error.strerror
+
+    def write_exit(self, end: RankEnd, pid: int) -> None:
+        """``rank_exit``: how one rank ended."""
+        how = {"exit_code": end.code} if end.code >= 0 else {"signal": -end.code}
+        self.write(
+            "rank_exit", rank=end.rank, host=end.host, pid=pid, seconds=round(end.seconds, 3),
+            max_rss_bytes=end.max_rss_bytes, asked=end.asked, **how,
+        )  # fmt: skip
+
+    def write_first_failure(self, end: RankEnd, how: str) -> None:
+        """``first_failure``: the rank that failed before any other, in words, with its last lines."""
+        self.write("first_failure", rank=end.rank, host=end.host, how=how, stderr=list(end.tail))

@@ -112,6 +112,11 @@ def describe_code(code: int, *, own_worker: bool = False) -> str:
     return f"was killed by signal {-code} ({name}{': ' + hint if hint else ''})"
 
 
+def describe_briefly(code: int) -> str:
+    """The same in a few words."""
+    return f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
+
+
 def render_end(outcome: Outcome, run_dir: RunDir, *, shown: frozenset[str] | None) -> str:
     """The last words on stderr, lines ended; empty where all went well and nobody cancelled.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from dslaunch.core import devices
-from dslaunch.core.devices import cpu_model, lookup_device, may_have_gpu, memory_sizes, probe_inventory
+from dslaunch.core.devices import lookup_device, may_have_gpu, memory_sizes, probe_inventory
 from dslaunch.core.errors import ConfigError
 
 KINDS = {
@@ -130,14 +129,6 @@ def test_the_cpu_counts_by_its_instructions(tmp_path: Path, flags: str, fp16: st
     cpu(tmp_path, flags)
     found = probe_inventory({}, root=tmp_path)
     assert (found.cpu.fp16, found.cpu.bf16, found.accelerators) == (fp16, bf16, ())
-
-
-def test_native_code_is_told_apart_by_the_first_core(tmp_path: Path) -> None:
-    cpu(tmp_path, "avx2")
-    with (tmp_path / "proc/cpuinfo").open("a") as stream:
-        stream.write("model name : Some CPU @ 2: fast\n\nprocessor : 1\nmodel name : Another\n")
-    assert cpu_model(tmp_path).splitlines()[1:] == ["flags=fpu avx2", "model name=Some CPU @ 2: fast"]
-    assert cpu_model(tmp_path / "nothing") == os.uname().machine
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ from tests.launch.launching import wait_until
 SOURCE = Path(agent.__file__).read_text(encoding="utf-8")
 
 
+START = b'{"command": "start", "env": {}, "net": false}\n'
+
+
 def orders(tmp_path: Path, argv: list[str], **more: Any) -> bytes:
     value = {
         "protocol": agent.PROTOCOL,
@@ -31,12 +34,16 @@ def orders(tmp_path: Path, argv: list[str], **more: Any) -> bytes:
         "env": {},
         "visible_devices": None,
         "auto_threads": True,
+        "ops_cpu": None,
+        "witness": None,
+        "host_timeout_s": None,
+        "meet": None,
         "failure_grace_s": 1.0,
         "checkpoint_grace_s": 1.0,
         "ranks": [{"rank": 0, "env": {}, "log": str(tmp_path / "logs" / "rank-0.log"), "show": "all"}],
         **more,
     }
-    return json.dumps(value).encode() + b"\n"
+    return json.dumps(value).encode() + b"\n" + START
 
 
 def start(source: list[str] | None = None) -> subprocess.Popen[bytes]:
@@ -45,7 +52,7 @@ def start(source: list[str] | None = None) -> subprocess.Popen[bytes]:
 
 
 def events(output: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in output.splitlines()]
+    return [json.loads(line) for line in output.splitlines() if line]
 
 
 def test_it_is_python_3_8() -> None:
@@ -69,7 +76,7 @@ def test_it_runs_without_its_file(tmp_path: Path) -> None:
     out, err = process.communicate(orders(tmp_path, ["true"]) + b"", timeout=30)
     assert process.returncode == 0, err
     # stdin was closed at once, so the rank may have been stopped; it was started and is gone.
-    assert [event["event"] for event in events(out)][:2] == ["hello", "start"]
+    assert [event["event"] for event in events(out)][:3] == ["hello", "ready", "start"]
     assert events(out)[-1] == {"event": "done", "dropped": 0, "left": []}
 
 
@@ -201,7 +208,7 @@ def test_threads_are_shared_out(
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(agent, "usable_cores", lambda: 12)
     each = [{"rank": n, "env": {}, "log": str(tmp_path / f"{n}.log"), "show": "all"} for n in range(ranks)]
-    _, env, _ = agent.Agent(json.loads(orders(tmp_path, ["true"], ranks=each)), b"").prepare()
+    _, env, _ = agent.Agent(json.loads(orders(tmp_path, ["true"], ranks=each).splitlines()[0]), b"").prepare()
     assert env[b"OMP_NUM_THREADS"] == threads
 
 
@@ -296,3 +303,14 @@ def test_own_children_without_the_kernels_list(monkeypatch: pytest.MonkeyPatch) 
     finally:
         child.kill()
         child.wait()
+
+
+def test_native_code_is_told_apart_by_the_first_core(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    first = "processor : 0\nflags : fpu avx2\nmodel name : Some CPU @ 2: fast\n"
+    (tmp_path / "proc/cpuinfo").write_text(first + "\nprocessor : 1\nmodel name : Another\n")
+    assert agent.cpu_model(str(tmp_path)).splitlines()[1:] == [
+        "flags=fpu avx2",
+        "model name=Some CPU @ 2: fast",
+    ]
+    assert agent.cpu_model(str(tmp_path / "nothing")) == os.uname().machine

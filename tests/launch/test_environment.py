@@ -82,7 +82,7 @@ def test_the_users_choices_beat_our_defaults(launch: Launch, tmp_path: Path) -> 
 @pytest.mark.parametrize("inherited", [{}, {"DS_ACCELERATOR": "cpu"}, {"DS_ACCELERATOR": "xpu"}])
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_deepspeed_is_told_the_planned_device_whatever_is_set(kind: str, inherited: dict[str, str]) -> None:
-    orders = build_orders(plan(device_type=kind), 0, master_port=1, environ=inherited)
+    orders = build_orders(plan(device_type=kind), 0, environ=inherited)
     assert orders["env"]["DS_ACCELERATOR"] == kind
 
 
@@ -97,7 +97,7 @@ def test_another_device_than_the_planned_one_cannot_be_given(more: dict[str, Any
 
 def test_gpu_ids_count_by_pci_address() -> None:
     def order(environ: dict[str, str], **more: Any) -> str | None:
-        orders = build_orders(plan(**more), 0, master_port=1, environ=environ)
+        orders = build_orders(plan(**more), 0, environ=environ)
         value: str | None = orders["env"].get("CUDA_DEVICE_ORDER")
         return value
 
@@ -112,7 +112,7 @@ def test_numbers_where_slots_differ_per_host() -> None:
     ranks = [
         rank["env"]
         for node in range(2)
-        for rank in build_orders(plan(topology=topology), node, master_port=1, environ={})["ranks"]
+        for rank in build_orders(plan(topology=topology), node, environ={})["ranks"]
     ]
     assert [[env[k] for k in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")] for env in ranks] == [
         ["0", "0", "2", "0"],
@@ -123,7 +123,7 @@ def test_numbers_where_slots_differ_per_host() -> None:
 
 def test_orders_are_one_line_of_ascii_and_carry_every_byte() -> None:
     argv = ("x", "\udcff\n\u4e16", "")
-    line = encode_orders(build_orders(plan(argv=argv), 0, master_port=1, environ={}))
+    line = encode_orders(build_orders(plan(argv=argv), 0, environ={}))
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
     assert line.isascii()
@@ -131,7 +131,7 @@ def test_orders_are_one_line_of_ascii_and_carry_every_byte() -> None:
 
 
 def test_a_secret_is_passed_by_value_but_only_its_name_is_planned() -> None:
-    orders = build_orders(plan(secret_env=("HF_TOKEN",)), 0, master_port=1, environ={"HF_TOKEN": "s3cret"})
+    orders = build_orders(plan(secret_env=("HF_TOKEN",)), 0, environ={"HF_TOKEN": "s3cret"})
     assert orders["env"]["HF_TOKEN"] == "s3cret"
     with pytest.raises(EnvironmentNotReady, match="HF_TOKEN is to be passed"):
         check_launch(plan(secret_env=("HF_TOKEN",)), {})

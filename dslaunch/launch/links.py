@@ -1,0 +1,74 @@
+"""All links of a launch, waited for together."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import time
+from collections.abc import Callable, Iterator
+
+from dslaunch.launch.link import AgentLink
+
+
+class Links:
+    """Reads what the agents say and sends what waits for them. ``opened``: may still say something."""
+
+    def __init__(self, wake_fd: int, on_wake: Callable[[], None]) -> None:
+        self._all: list[AgentLink] = []
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(wake_fd, selectors.EVENT_READ, None)
+        self._on_wake = on_wake
+        self._writing: set[int] = set()
+        self.opened: set[AgentLink] = set()
+
+    def __iter__(self) -> Iterator[AgentLink]:
+        return iter(self._all)
+
+    def add(self, link: AgentLink, read_events: Callable[[AgentLink], bool]) -> None:
+        """Watch ``link``; ``read_events`` reads its stdout and returns False at its end."""
+        self._all.append(link)
+        self.opened.add(link)
+        self._selector.register(link.stdout_fd, selectors.EVENT_READ, (link, read_events))
+        self._selector.register(link.stderr_fd, selectors.EVENT_READ, (link, AgentLink.read_stderr))
+
+    def wait(self, deadline: float) -> None:
+        """Until something came or was sent, or until ``deadline`` (monotonic time)."""
+        self._watch_writes()
+        timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        for key, mask in self._selector.select(timeout):
+            if key.data is None:
+                self._on_wake()
+                continue
+            link, read = key.data
+            if mask & selectors.EVENT_WRITE:
+                link.flush()
+            elif not read(link):
+                self._selector.unregister(key.fd)
+                if key.fd == link.stdout_fd:
+                    self.opened.discard(link)
+        for link in self._all:
+            link.send_ack()
+
+    def beat(self, silent_since: float) -> list[AgentLink]:
+        """Show the agents elsewhere that we live; those of which nothing has come since then."""
+        others = [link for link in self.opened if not link.is_local and link.said_hello]
+        for link in others:
+            link.send("beat")
+        return [link for link in others if link.heard_at < silent_since and not link.done]
+
+    def _watch_writes(self) -> None:
+        """Wait for the agents' stdin to take more only where something is still to be sent."""
+        unsent = [link for link in self.opened if link.has_unsent]
+        wanted = {link.stdin_fd: link for link in unsent if link.stdin_fd is not None}
+        for fd in self._writing - set(wanted):
+            with contextlib.suppress(KeyError, ValueError):  # closed by now
+                self._selector.unregister(fd)
+        for fd in set(wanted) - self._writing:
+            self._selector.register(fd, selectors.EVENT_WRITE, (wanted[fd], None))
+        self._writing = set(wanted)
+
+    def close(self, timeout_s: Callable[[AgentLink], float]) -> None:
+        """Stop what still runs, each within its time."""
+        for link in self._all:
+            link.close(timeout_s(link))
+        self._selector.close()

@@ -1,0 +1,57 @@
+"""What the user sees of a launch: rank 0's output as it is, error lines of the others, our own words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dslaunch.core.run_dir import RunDir
+from dslaunch.launch.terminal import StreamWriter
+from dslaunch.launch.verdict import Outcome, render_end
+
+
+class Screen:
+    """stdout and stderr of a launch, written in threads that may be held up."""
+
+    def __init__(self, out: BinaryIO, err: BinaryIO, run_dir: str) -> None:
+        self._out, self._err = StreamWriter(out), StreamWriter(err)
+        self._run_dir = RunDir(Path(run_dir))
+        self._shown: dict[int, set[str]] = {}  # by rank: lines of stderr that the user has seen
+
+    def say(self, text: str) -> None:
+        """A line of our own on stderr."""
+        self._err.write(f"dslaunch: {text}\n".encode("utf-8", "surrogateescape"))
+
+    def show_output(self, event: dict[str, Any], on_written: Callable[[int], None]) -> None:
+        """Bytes of rank 0, to the stream that they were written to; ``on_written`` gets their number."""
+        data = event["data"].encode("utf-8", "surrogateescape")
+        writer = self._out if event["stream"] == "stdout" else self._err
+        writer.write(data, lambda: on_written(len(data)))
+
+    def show_error_line(
+        self, host: str, event: dict[str, Any], on_written: Callable[[int], None], *, hidden: bool
+    ) -> None:
+        """A line of another rank's stderr that looks like an error. ``hidden``: it is only counted."""
+        text = b""
+        if not hidden:
+            line = event["data"].encode("utf-8", "surrogateescape")
+            text = f"{host}:{event['rank']}| ".encode() + line + b"\n"
+            self._shown.setdefault(event["rank"], set()).add(event["data"])
+        self._err.write(text, lambda: on_written(event["bytes"]))
+
+    def show_end(self, outcome: Outcome) -> None:
+        """The last block on stderr."""
+        first = -1 if outcome.first_failure is None else outcome.first_failure.rank
+        # Of rank 0 all was shown as it came, of the others single lines.
+        shown = None if first == 0 else frozenset(self._shown.get(first, ()))
+        words = render_end(outcome, self._run_dir, shown=shown)
+        self._err.write(words.encode("utf-8", "surrogateescape"))
+
+    def close(self, give_up: Callable[[], bool]) -> None:
+        """Wait until all is written, or ``give_up()`` turns true."""
+        self._out.close(give_up)
+        if self._out.problem is not None:
+            log = self._run_dir.rank_log(0)
+            self.say(f"rank 0's output could not all be written here: {self._out.problem}; see {log}")
+        self._err.close(give_up)

@@ -1,0 +1,229 @@
+"""The start of a launch: every host's agent is up, ready and can reach rank 0 before any rank starts."""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dslaunch.core.command import Command
+from dslaunch.core.errors import EnvironmentNotReady
+from dslaunch.core.plan import LaunchPlan
+from dslaunch.core.topology import Host
+from dslaunch.launch import local, ssh
+from dslaunch.launch.link import AgentLink
+from dslaunch.launch.orders import build_orders, is_elsewhere
+from dslaunch.launch.text import printable
+from dslaunch.launch.verdict import describe_code
+
+# One file per way to reach a host; each turns (host, orders) into the Command that starts its agent.
+LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any]], Command]] = {
+    "local": local.build_agent_command,
+    "ssh": ssh.build_agent_command,
+}
+
+_FANOUT = 64  # agents that may be connecting at once
+_ANSWER_S = 60.0  # for a host to answer; counted anew with each one that does
+_TRIES = 3
+_SHOWN = 8
+
+
+@contextmanager
+def lay_witness(plan: LaunchPlan, *, needed: bool) -> Iterator[Mapping[str, str] | None]:
+    """A file in the run directory by which an agent elsewhere sees that it is the same directory there."""
+    if not needed:
+        yield None
+        return
+    path, text = Path(plan.run_dir, ".seen-by-all-hosts"), uuid.uuid4().hex
+    path.write_text(text, encoding="ascii")
+    try:
+        yield {"path": str(path), "text": text}
+    finally:
+        path.unlink(missing_ok=True)
+
+
+class Startup:
+    """What has been heard of each host so far, and what is still to be done before ranks can start.
+
+    ``deadline``: when hosts that have not answered count as unusable (monotonic time).
+    """
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self.plan = plan
+        self.environ: Mapping[str, str] = {}
+        self.leased_port: int | None = None
+        self.keep_fds: Sequence[int] = ()
+        self.witness: Mapping[str, str] | None = None
+        self.has_started = False
+        self.deadline = float("inf")
+        self._waiting = deque(enumerate(plan.topology.hosts))
+        self._tries: Counter[int] = Counter()
+        self._links: dict[int, AgentLink] = {}
+        self._ready: dict[int, dict[str, Any]] = {}
+        self._reached: set[int] = set()
+        self._asked_to_reach = False
+        self._unusable: dict[str, tuple[str, str | None]] = {}
+
+    def equip(
+        self,
+        environ: Mapping[str, str],
+        leased_port: int | None,
+        keep_fds: Sequence[int],
+        witness: Mapping[str, str] | None,
+    ) -> None:
+        """What the agents are given besides the plan; see :func:`dslaunch.launch.orders.build_orders`."""
+        self.environ, self.leased_port = environ, leased_port
+        self.keep_fds, self.witness = keep_fds, witness
+
+    # --- agents ---------------------------------------------------------------------------------
+
+    def start_agents(self) -> list[AgentLink]:
+        """Start the agents that may connect now."""
+        started = []
+        connecting = sum(not link.said_hello for link in self._links.values())
+        while self._waiting and connecting < _FANOUT:
+            node_rank, host = self._waiting.popleft()
+            self._tries[node_rank] += 1
+            link = self._connect(node_rank, host)
+            self._links[node_rank] = link
+            started.append(link)
+            connecting += 1
+        if started:
+            self.deadline = time.monotonic() + _ANSWER_S
+        return started
+
+    def _connect(self, node_rank: int, host: Host) -> AgentLink:
+        is_local = not is_elsewhere(self.plan, host)
+        build_agent_command = LAUNCHERS["local" if is_local else self.plan.via]
+        orders = build_orders(
+            self.plan, node_rank, environ=self.environ, elsewhere=not is_local,
+            leased_port=self.leased_port if node_rank == 0 else None,
+            witness=None if is_local else self.witness,
+        )  # fmt: skip
+        return AgentLink(host, build_agent_command(host, orders), self.keep_fds, is_local=is_local)
+
+    def try_again(self, link: AgentLink) -> bool:
+        """Whether an agent that was lost before its first word is started anew: ssh was turned away."""
+        node_rank = self._node_rank(link)
+        worth = any(text in link.stderr for text in ssh.WORTH_ANOTHER_TRY)
+        if link.is_local or link.said_hello or not worth or self._tries[node_rank] >= _TRIES:
+            return False
+        del self._links[node_rank]
+        time.sleep(random.uniform(0.1, 0.5) * self._tries[node_rank])  # nothing runs yet that could wait
+        self._waiting.append((node_rank, link.host))
+        return True
+
+    # --- what is heard --------------------------------------------------------------------------
+
+    def note_ready(self, link: AgentLink, facts: dict[str, Any]) -> None:
+        self._ready[self._node_rank(link)] = facts
+        self.deadline = time.monotonic() + _ANSWER_S
+
+    def note_reached(self, link: AgentLink, problem: str | None) -> None:
+        self._reached.add(self._node_rank(link))
+        if problem is not None:
+            addr, port = self.meeting_point()
+            hint = (
+                "open the firewall between the hosts, or give the address on another network: --master-addr"
+            )
+            first = self.plan.topology.hosts[0].name
+            self.note_unusable(link.host, f"cannot reach {first} at {addr} port {port}: {problem}", hint)
+
+    def note_unusable(self, host: Host, why: str, hint: str | None) -> None:
+        self._unusable.setdefault(host.name, (why, hint))
+
+    def note_silent(self) -> list[AgentLink]:
+        """Hosts that have not answered in time are unusable; their links."""
+        self.deadline = float("inf")
+        silent = [link for node_rank, link in self._links.items() if not self._has_answered(node_rank)]
+        for link in silent:
+            words = printable(link.stderr.decode("utf-8", "replace").strip()[-500:])
+            said = f"; it said: {words}" if words else ""
+            self.note_unusable(link.host, f"no answer within {_ANSWER_S:g} s{said}", None)
+        return silent
+
+    def _has_answered(self, node_rank: int) -> bool:
+        if self._links[node_rank].host.name in self._unusable:
+            return True
+        return node_rank in (self._reached if self._asked_to_reach and node_rank else self._ready)
+
+    # --- going on -------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Take the next step where all hosts are done with this one; False where some are not."""
+        if self.has_started or self._waiting or not all(map(self._has_answered, self._links)):
+            return False
+        if self._unusable:
+            return True
+        if not self._asked_to_reach and self.plan.topology.num_nodes > 1:
+            self._asked_to_reach = True
+            self.deadline = time.monotonic() + _ANSWER_S
+            addr, port = self.meeting_point()
+            for node_rank, link in self._links.items():
+                if node_rank > 0:
+                    link.send("reach", addr=addr, port=port)
+            return False
+        self._start_ranks()
+        return True
+
+    def _start_ranks(self) -> None:
+        self.has_started = True
+        self.deadline = float("inf")
+        addr, port = self.meeting_point()
+        env = {"MASTER_ADDR": addr, "MASTER_PORT": str(port)}
+        for link in self._links.values():
+            link.send("start", env=env, net=self.plan.topology.num_nodes > 1)
+
+    def give_up(self) -> None:
+        """Start nothing more."""
+        self._waiting.clear()
+        self.deadline = float("inf")
+
+    def meeting_point(self) -> tuple[str, int]:
+        """MASTER_ADDR and MASTER_PORT, as the agent on host 0 found them."""
+        return self._ready[0]["addr"], self._ready[0]["port"]
+
+    def refusal(self) -> EnvironmentNotReady | None:
+        """The error that names every host that cannot be used, and why."""
+        if not self._unusable:
+            return None
+        items = list(self._unusable.items())
+        if len(items) == 1:
+            host, (why, hint) = items[0]
+            return EnvironmentNotReady(
+                f"host {host}: {why}; nothing was started", hint=hint or self._without([host])
+            )
+        lines = [f"  {host}: {why}" for host, (why, _) in items[:_SHOWN]]
+        if len(items) > _SHOWN:
+            lines.append(f"  and {len(items) - _SHOWN} more")
+        total = self.plan.topology.num_nodes
+        head = f"{len(items)} of {total} hosts cannot be used; nothing was started:"
+        hints = {hint for _, hint in self._unusable.values()}
+        common = hints.pop() if len(hints) == 1 else None
+        return EnvironmentNotReady(
+            "\n".join([head, *lines]), hint=common or self._without([h for h, _ in items])
+        )
+
+    def _without(self, hosts: list[str]) -> str | None:
+        if len(hosts) == self.plan.topology.num_nodes:
+            return None
+        return f"leave out what cannot be used: --exclude {'@'.join(hosts)}"
+
+    def _node_rank(self, link: AgentLink) -> int:
+        return next(node_rank for node_rank, known in self._links.items() if known is link)
+
+
+def describe_lost_agent(link: AgentLink) -> str:
+    """How an agent that was lost without a last word ended, or the way to it, with what that said."""
+    code = link.process.wait()
+    while link.read_stderr():
+        pass
+    words = printable(link.stderr.decode("utf-8", "replace").strip()[-1000:])
+    if link.is_local:
+        return f"the agent on {link.host.name} {describe_code(code)}" + (f": {words}" if words else "")
+    return f"the connection to {link.host.name} ended" + (f": {words}" if words else f" (code {code})")
