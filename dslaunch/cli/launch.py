@@ -145,7 +145,8 @@ def _check_request(request: LaunchRequest, ctx: click.Context) -> None:
         raise error
     if request.run_file is None and request.set_:
         raise click.UsageError("--set changes a run file, and there is none here")
-    hosts = (request.hostfile, request.include, request.exclude, request.num_nodes, request.gpu, request.via)
+    devices = (request.gpu, request.inventory)
+    hosts = (request.hostfile, request.include, request.exclude, request.num_nodes, *devices, request.via)
     if request.plan_file is not None and any(value is not None for value in hosts):
         raise click.UsageError("a recorded plan has its hosts already; leave --hostfile and the like out")
     if request.num_gpus_per_node is not None and request.num_gpus_per_node < 1:

@@ -32,6 +32,7 @@ class LaunchRequest:
     num_gpus_per_node: int | None
     gpu: str | None
     via: str | None
+    inventory: str | None
     master_addr: str | None
     master_port: int | None
     env: tuple[str, ...]
@@ -115,6 +116,7 @@ def _resolve_run_file(request: LaunchRequest) -> RunPlan:
         num_gpus_per_node=request.num_gpus_per_node,
         gpu=request.gpu,
         via=request.via,
+        inventory=request.inventory,
         master_addr=request.master_addr,
         master_port=request.master_port,
         run_dir=request.run_dir,

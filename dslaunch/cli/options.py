@@ -30,6 +30,7 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "num_gpus_per_node": ("cluster", "num_gpus_per_node"),
     "gpu": ("cluster", "gpu"),
     "host_memory_gib": ("cluster", "host_memory_gib"),
+    "inventory": ("cluster", "inventory"),
     "master_addr": ("cluster", "master_addr"),
     "master_port": ("cluster", "master_port"),
     "via": ("launch", "via"),
@@ -86,7 +87,7 @@ zero_stage_option = click.option(
 
 
 def cluster_options(function: F) -> F:
-    """--hostfile --include --exclude --num-nodes --num-gpus-per-node --gpu."""
+    """--hostfile --include --exclude --num-nodes --num-gpus-per-node --gpu --inventory."""
     options = [
         click.option("--hostfile", metavar="FILE", help="DeepSpeed hostfile."),
         click.option("--include", metavar="HOSTS", help="Hosts and slots to use: a@b:0,2."),
@@ -94,8 +95,11 @@ def cluster_options(function: F) -> F:
         click.option("--num-nodes", type=int, metavar="N", help="Number of nodes."),
         click.option("--num-gpus-per-node", type=int, metavar="N", help="Ranks on each node (CPUs too)."),
         click.option(
-            "--gpu", metavar="NAME", help="Device of the nodes: a100, v100, cpu, ...; commas join several."
+            "--gpu",
+            metavar="NAME",
+            help="Device of the nodes: a100, v100, cpu, ...; commas join several; PATTERN=NAME by host.",
         ),
+        click.option("--inventory", metavar="FILE", help="What each host has, in place of --gpu (JSON)."),
     ]
     return _apply(options, function)
 
@@ -175,9 +179,35 @@ def flag_overrides(flags: Mapping[str, Any]) -> list[Override]:
         if value is None or value == ():
             continue
         if name == "gpu":
-            value = tuple(part.strip() for part in value.split(","))
+            value = parse_gpu(value)
         found.append(Override(FLAG_KEYS[name], value, "--" + name.replace("_", "-")))
     return found
+
+
+def parse_gpu(text: str) -> tuple[str, ...] | dict[str, str]:
+    """``a100,v100`` -> names; ``node-[1-4]=a100,*=v100`` -> a name for each host pattern.
+
+    Raises ConfigError where both are mixed or a pattern is given twice.
+    """
+    import re
+
+    from dslaunch.core.errors import ConfigError
+
+    parts = [part.strip() for part in re.split(r",(?![^\[]*\])", text)]
+    if not any("=" in part for part in parts):
+        return tuple(parts)
+    by_host: dict[str, str] = {}
+    for part in parts:
+        pattern, equals, name = (piece.strip() for piece in part.partition("="))
+        if not (pattern and equals and name):
+            raise ConfigError(
+                f"--gpu {text!r}: {part!r} is not PATTERN=DEVICE, as the others are",
+                hint="write --gpu 'node-[1-4]=a100,*=v100'",
+            )
+        if pattern in by_host:
+            raise ConfigError(f"--gpu {text!r}: {pattern} is given twice", hint="keep one of the two")
+        by_host[pattern] = name
+    return by_host
 
 
 def run_file_flags(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from dslaunch.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dslaunch.config.facts import Facts
+    from dslaunch.config.hosts import ResolvedHosts
     from dslaunch.config.load import LoadedSpec
     from dslaunch.config.memory.alternatives import Alternative
     from dslaunch.config.memory.larger_changes import LargerChange
@@ -39,6 +40,7 @@ class Memory:
 def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
     """The memory of a run; None, with a note, where its model is not on this machine."""
     from dslaunch.config.facts import probe_facts
+    from dslaunch.config.hosts import resolve_hosts
     from dslaunch.config.memory.capacity import host_gib
     from dslaunch.config.memory.of_run import setup_of_run
 
@@ -51,10 +53,9 @@ def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
         setup = setup_of_run(plan, facts)
     except ConfigError as error:
         raise ConfigError(f"adapter: {error.message}", hint=error.hint) from None
-    launch, cluster = plan.launch, loaded.spec.cluster
     world = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
-    host = host_gib(cluster, launch.topology.hosts, launch.device_type, world)
-    return _plan(setup, _capacity(cluster.gpu, launch.device_type), host)
+    hosts = resolve_hosts(loaded.spec.cluster, world)
+    return _plan(setup, _capacity(hosts), host_gib(loaded.spec.cluster, hosts, world))
 
 
 def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:
@@ -132,8 +133,8 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
         device_type=hosts.device_type,
     )
     cluster = loaded.spec.cluster
-    host = host_gib(cluster, hosts.topology.hosts, hosts.device_type, world)
-    memory = _plan(setup, _capacity(cluster.gpu, hosts.device_type), host)
+    host = host_gib(cluster, hosts, world)
+    memory = _plan(setup, _capacity(hosts), host)
     chosen = report.reasons.get("precision")
     batch = engine.batch
     head = {
@@ -236,22 +237,12 @@ def _with_a_batch(flags: dict[str, Any], set_: tuple[str, ...]) -> dict[str, Any
     return flags
 
 
-def _capacity(gpu: Sequence[str] | None, device_type: str) -> float | None:
+def _capacity(hosts: ResolvedHosts) -> float | None:
     """GiB of the smallest device of the run; None, with a note, where it is not known."""
-    from dslaunch.core.devices import lookup_device, memory_sizes, probe_inventory
-
-    if device_type == "cpu":
+    if hosts.device_type == "cpu":
         return None
-    for name in gpu or ():
-        if len(sizes := memory_sizes(name)) > 1:
-            others = " and ".join(f"{size} GB" for size in sizes)
-            note(f"{name} comes with {others}: {sizes[0]} GB assumed; {name}-{sizes[-1]}g says otherwise")
-    if gpu:
-        found = [lookup_device(name).memory_gib for name in gpu]
-    else:
-        found = [a.device.memory_gib for a in probe_inventory(os.environ).accelerators]
-    known = [size for size in found if size is not None]
-    if not known or len(known) < len(found):
+    for text in hosts.memory_notes():
+        note(text)
+    if hosts.memory_gib is None:
         note("how much memory the devices have is not known: name them with their size, --gpu a100-80g")
-        return None
-    return min(known)
+    return hosts.memory_gib

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dslaunch.config.facts import Facts
+from dslaunch.config.host_devices import check_gpu
 from dslaunch.config.hosts import ResolvedHosts, resolve_hosts
 from dslaunch.config.optimizer import resolve_optimizer
 from dslaunch.config.precision import communication_data_type, resolve_precision
@@ -16,7 +17,6 @@ from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec, Fp16Spec
 from dslaunch.config.zero import resolve_zero
 from dslaunch.core.batch_size import ACCUMULATION, MICRO, TRAIN, solve_batch_sizes
-from dslaunch.core.devices import lookup_device
 from dslaunch.core.loss_scale import LossScaleRule, settings_in_words
 from dslaunch.core.plan import BatchPlan, Fp16Plan, OptimizerPlan, Precision
 
@@ -87,12 +87,13 @@ def resolve_engine(report: Report, facts: Facts) -> tuple[EnginePlan, ResolvedHo
 def _resolve_hosts(spec: EngineSpec, facts: Facts, report: Report) -> ResolvedHosts | None:
     known = False
     with report.catching("cluster.gpu"):  # at the place of the name, which may be a flag
-        for name in spec.cluster.gpu or ():
-            lookup_device(name)
+        check_gpu(spec.cluster.gpu)
         known = True
+    if facts.inventory_problem is not None:
+        report.add("cluster.inventory", facts.inventory_problem)
     if facts.hostfile_problem is not None:
         report.add("cluster.hostfile", facts.hostfile_problem)
-    elif known:
+    elif known and facts.inventory_problem is None:
         with report.catching("cluster"):
             return resolve_hosts(spec.cluster, facts, runs_here=isinstance(spec, RunSpec))
     return None
@@ -124,7 +125,7 @@ def _resolve_precision(
     spec: EngineSpec, hosts: ResolvedHosts, facts: Facts, report: Report
 ) -> Precision | None:
     with report.catching("precision"):
-        chosen = resolve_precision(spec.precision, hosts.devices)
+        chosen = resolve_precision(spec.precision, hosts.groups)
         if spec.precision == "auto":
             report.reason("precision", chosen.reason)
             report.note(f"precision {chosen.value}: {chosen.reason}")

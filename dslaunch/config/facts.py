@@ -52,7 +52,8 @@ class Facts:
     ``template`` is the user's own for the DeepSpeed JSON, None where there is none or where
     ``template_problem`` says why it cannot be read.
     ``hosts`` is None without a hostfile, or with one that cannot be read: ``hostfile_problem``
-    says why, to be shown with all other problems. ``model_dtype`` is what the model's
+    says why, to be shown with all other problems; the same goes for ``inventories``, what the
+    hosts of ``cluster.inventory`` have, and ``inventory_problem``. ``model_dtype`` is what the model's
     config.json says of its weights, None where it says nothing or is not local.
     """
 
@@ -65,6 +66,8 @@ class Facts:
     host_memory_bytes: int | None = None  # RAM of this machine that we may use
     template: TemplateFile | None = None
     template_problem: ConfigError | None = None
+    inventories: Mapping[str, Inventory] | None = None
+    inventory_problem: ConfigError | None = None
 
 
 def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str]) -> Facts:
@@ -88,6 +91,12 @@ def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str
             template = load_template(fact, loaded.where("deepspeed_template"), cwd)
         except ConfigError as error:
             template_problem = error
+    inventories, inventory_problem = None, None
+    if loaded.spec.cluster.inventory is not None:
+        try:
+            inventories = load_inventory(paths["cluster.inventory"], loaded.where("cluster.inventory"))
+        except ConfigError as error:
+            inventory_problem = error
     model = paths.get("model.path")
     return Facts(
         inventory=probe_inventory(environ),
@@ -99,7 +108,16 @@ def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str
         host_memory_bytes=local_memory_bytes(),
         template=template,
         template_problem=template_problem,
+        inventories=inventories,
+        inventory_problem=inventory_problem,
     )
+
+
+def load_inventory(fact: PathFact, where: str) -> dict[str, Inventory]:
+    """Read and parse a ``cluster.inventory`` file. Raises ConfigError where it is not one."""
+    from dslaunch.core.inventory import parse_inventory
+
+    return parse_inventory(_read(fact, where, "inventory", ConfigError, None), fact.absolute)
 
 
 def load_hostfile(fact: PathFact, where: str) -> tuple[Host, ...]:
@@ -107,15 +125,7 @@ def load_hostfile(fact: PathFact, where: str) -> tuple[Host, ...]:
 
     Raises HostfileError, or ConfigErrors with all lines of the file that are wrong.
     """
-    if fact.kind != "file":
-        what = "not found" if fact.kind == "missing" else "is a directory"
-        hint = f"did you mean {fact.nearest}?" if fact.nearest else "for a local run leave hostfile out"
-        raise HostfileError(f"{where}hostfile {what}: {fact.absolute}", hint=hint)
-    try:
-        text = Path(fact.absolute).read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise HostfileError(f"{where}cannot read hostfile {fact.absolute}: {reason}") from None
+    text = _read(fact, where, "hostfile", HostfileError, "for a local run leave hostfile out")
     return parse_all(text, fact.absolute)
 
 
@@ -149,6 +159,18 @@ def load_template(fact: PathFact, where: str, cwd: Path) -> TemplateFile:
         raise ConfigError(f"{where}deepspeed_template: cannot read {name}: {reason}") from None
 
 
+def _read(fact: PathFact, where: str, what: str, kind: type[ConfigError], hint: str | None) -> str:
+    if fact.kind != "file":
+        state = "not found" if fact.kind == "missing" else "is a directory"
+        hint = f"did you mean {fact.nearest}?" if fact.nearest else hint
+        raise kind(f"{where}{what} {state}: {fact.absolute}", hint=hint)
+    try:
+        return Path(fact.absolute).read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise kind(f"{where}cannot read {what} {fact.absolute}: {reason}") from None
+
+
 def _all_wrong_lines(text: str, name: str, first: HostfileError) -> ConfigError:
     """``first`` with what is wrong in other lines, each read alone; a huge file keeps to ``first``."""
     problems = [first]
@@ -176,8 +198,9 @@ def looks_like_path(text: str) -> bool:
 
 def written_paths(spec: Any) -> list[tuple[str, str]]:
     """Key path and text of everything in the spec that is or may be a path."""
-    found: list[tuple[str, str | None]] = [("cluster.hostfile", spec.cluster.hostfile)]
-    found.append(("deepspeed_template", spec.deepspeed_template))
+    cluster = spec.cluster
+    found: list[tuple[str, str | None]] = [("cluster.hostfile", cluster.hostfile)]
+    found += [("cluster.inventory", cluster.inventory), ("deepspeed_template", spec.deepspeed_template)]
     if spec.model is not None:
         found += [("model.path", spec.model.path), ("model.tokenizer", spec.model.tokenizer)]
         found.append(("model.chat_template", spec.model.chat_template))

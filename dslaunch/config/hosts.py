@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dslaunch.config.facts import Facts
+from dslaunch.config.host_devices import (
+    DeviceGroup,
+    KeyProblem,
+    groups_of_any_host,
+    groups_of_inventory,
+    groups_of_names,
+    groups_of_patterns,
+    open_sizes,
+)
 from dslaunch.config.spec_engine import ClusterSpec
-from dslaunch.core.devices import CPU_NAME, Device, lookup_device
+from dslaunch.core.devices import CPU_NAME, Device
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.hostfile import select_hosts
 from dslaunch.core.topology import Host, Topology
@@ -16,13 +25,28 @@ from dslaunch.core.topology import Host, Topology
 
 @dataclass(frozen=True)
 class ResolvedHosts:
-    """Where the ranks run. ``devices`` is None where nothing is known of the hosts."""
+    """Where the ranks run. ``groups``: the devices of the hosts in use; None where they are not known."""
 
     topology: Topology
     topology_reason: str
-    devices: tuple[Device, ...] | None
+    groups: tuple[DeviceGroup, ...] | None
     device_type: Literal["cpu", "cuda"]
     device_reason: str
+
+    @property
+    def devices(self) -> tuple[Device, ...] | None:
+        return None if self.groups is None else tuple(group.device for group in self.groups)
+
+    @property
+    def memory_gib(self) -> float | None:
+        """What the smallest device of the run has; None where one is not known, and for CPUs."""
+        sizes = [device.memory_gib for device in self.devices or ()]
+        known = [size for size in sizes if size is not None]
+        return min(known) if known and len(known) == len(sizes) else None
+
+    def memory_notes(self) -> list[str]:
+        """What was assumed of the devices' memory."""
+        return open_sizes(self.groups or ())
 
 
 def resolve_hosts(cluster: ClusterSpec, facts: Facts, *, runs_here: bool = True) -> ResolvedHosts:
@@ -33,12 +57,14 @@ def resolve_hosts(cluster: ClusterSpec, facts: Facts, *, runs_here: bool = True)
     is meant for another one, never for the CPU of the login node where it was typed.
     Raises ConfigError (HostfileError) where they are not there or not said.
     """
-    named = tuple(lookup_device(name) for name in cluster.gpu) if cluster.gpu else None
+    if cluster.gpu is not None and cluster.inventory is not None:
+        raise KeyProblem("cluster.inventory", "cluster.gpu is given too", hint="keep one of the two")
     if facts.hosts is not None:
-        return _from_hostfile(cluster, facts, facts.hosts, named, runs_here)
+        return _from_hostfile(cluster, facts, facts.hosts, runs_here)
     for key in ("include", "exclude"):
         if getattr(cluster, key) is not None:
             raise ConfigError(f"cluster.{key} needs a hostfile", hint="set cluster.hostfile or --hostfile")
+    named = _without_hosts(cluster, facts)
     if (cluster.num_nodes or 1) > 1:
         return _unnamed_nodes(cluster, named)
     if named is None and not runs_here and cluster.num_gpus_per_node and not facts.inventory.accelerators:
@@ -62,12 +88,21 @@ def choose_via(hosts: ResolvedHosts, facts: Facts) -> tuple[Literal["local", "ss
     )
 
 
+def _without_hosts(cluster: ClusterSpec, facts: Facts) -> tuple[DeviceGroup, ...] | None:
+    """What is said of the devices where no hostfile says which hosts there are."""
+    if isinstance(cluster.gpu, Mapping):
+        raise KeyProblem(
+            "cluster.gpu",
+            "devices by host need a hostfile, which says which hosts there are",
+            hint="set cluster.hostfile or --hostfile, or name the weakest device alone",
+        )
+    if facts.inventories is not None:
+        return groups_of_any_host(facts.inventories)
+    return groups_of_names(cluster.gpu) if cluster.gpu else None
+
+
 def _from_hostfile(
-    cluster: ClusterSpec,
-    facts: Facts,
-    hosts: Sequence[Host],
-    named: tuple[Device, ...] | None,
-    runs_here: bool,
+    cluster: ClusterSpec, facts: Facts, hosts: Sequence[Host], runs_here: bool
 ) -> ResolvedHosts:
     chosen = select_hosts(
         hosts,
@@ -77,8 +112,17 @@ def _from_hostfile(
         num_gpus_per_node=cluster.num_gpus_per_node,
     )
     reason = f"{len(chosen)} of {len(hosts)} hosts of {facts.paths['cluster.hostfile'].absolute}"
-    if named is not None or _are_here(chosen, facts, runs_here):
-        return _with_devices(chosen, reason, _local_devices(facts, named if named else None))
+    if isinstance(cluster.gpu, Mapping):
+        return _with_devices(chosen, reason, groups_of_patterns(cluster.gpu, hosts, chosen))
+    if facts.inventories is not None:
+        return _with_devices(chosen, reason, groups_of_inventory(facts.inventories, chosen))
+    named = groups_of_names(cluster.gpu) if cluster.gpu else None
+    if named is not None and not _all_cpu(named):
+        return _with_devices(chosen, reason, named)
+    if _are_here(chosen, facts, runs_here):
+        return _with_devices(chosen, reason, _local_devices(facts, named))
+    if named is not None:
+        return _with_devices(chosen, reason, named)
     why = "slots of a hostfile are GPUs unless cluster.gpu says cpu"
     return ResolvedHosts(Topology(hosts=tuple(chosen)), reason, None, "cuda", why)
 
@@ -97,7 +141,7 @@ def _another_machine(count: int) -> ResolvedHosts:
     return ResolvedHosts(Topology(hosts=_localhost(_numbered(count))), reason, None, "cuda", why)
 
 
-def _unnamed_nodes(cluster: ClusterSpec, named: tuple[Device, ...] | None) -> ResolvedHosts:
+def _unnamed_nodes(cluster: ClusterSpec, named: tuple[DeviceGroup, ...] | None) -> ResolvedHosts:
     if cluster.num_gpus_per_node is None:
         raise ConfigError(
             f"num_nodes {cluster.num_nodes} without a hostfile: how many ranks run on each is not known",
@@ -112,49 +156,51 @@ def _unnamed_nodes(cluster: ClusterSpec, named: tuple[Device, ...] | None) -> Re
     return ResolvedHosts(Topology(hosts=hosts), reason, None, "cuda", why)
 
 
-def _this_machine(cluster: ClusterSpec, facts: Facts, named: tuple[Device, ...] | None) -> ResolvedHosts:
-    devices = _local_devices(facts, named)
+def _this_machine(cluster: ClusterSpec, facts: Facts, named: tuple[DeviceGroup, ...] | None) -> ResolvedHosts:
+    groups = _local_devices(facts, named)
     ids = tuple(a.id for a in facts.inventory.accelerators)
     count = cluster.num_gpus_per_node
-    if _all_cpu(devices):
+    if _all_cpu(groups):
         reason = "this machine, as many ranks as asked for" if count else "one rank on this machine's CPU"
-        return _with_devices(_localhost(_numbered(count or 1)), reason, devices)
+        return _with_devices(_localhost(_numbered(count or 1)), reason, groups)
     if named is not None:
         if count is None and not ids:
             raise ConfigError(
-                f"how many {cluster.gpu[0] if cluster.gpu else 'devices'} a node has is not known here",
+                f"how many {named[0].name or named[0].device.name} a node has is not known here",
                 hint="set cluster.num_gpus_per_node (--num-gpus-per-node)",
             )
         slots = ids[:count] if count is None or count <= len(ids) else _numbered(count)
-        return _with_devices(_localhost(slots), f"{len(slots)} devices on one node", devices)
+        return _with_devices(_localhost(slots), f"{len(slots)} devices on one node", groups)
     if count is not None and count > len(ids):
         raise ConfigError(
             f"num_gpus_per_node {count}, but this machine shows {len(ids)} devices",
             hint=f"use {len(ids)}, or name the device with --gpu to plan for another machine",
         )
     slots = ids if count is None else ids[:count]
-    return _with_devices(_localhost(slots), f"{len(slots)} of {len(ids)} devices of this machine", devices)
+    return _with_devices(_localhost(slots), f"{len(slots)} of {len(ids)} devices of this machine", groups)
 
 
-def _local_devices(facts: Facts, named: tuple[Device, ...] | None) -> tuple[Device, ...]:
+def _local_devices(facts: Facts, named: tuple[DeviceGroup, ...] | None) -> tuple[DeviceGroup, ...]:
     """What was named; ``cpu`` by name and a machine without accelerators give this CPU."""
-    if named is not None and not _all_cpu(named):
+    if named is not None and not (_all_cpu(named) and named[0].name):
         return named
-    accelerators = tuple(a.device for a in facts.inventory.accelerators)
-    return accelerators if accelerators and named is None else (facts.inventory.cpu,)
+    accelerators = tuple(DeviceGroup(a.device) for a in facts.inventory.accelerators)
+    return accelerators if accelerators and named is None else (DeviceGroup(facts.inventory.cpu),)
 
 
-def _with_devices(hosts: tuple[Host, ...], reason: str, devices: tuple[Device, ...]) -> ResolvedHosts:
-    names = ", ".join(dict.fromkeys(str(device) for device in devices))
-    kind: Literal["cpu", "cuda"] = "cpu" if _all_cpu(devices) else "cuda"
-    if kind == "cuda" and any(device.name == CPU_NAME for device in devices):
-        raise ConfigError("cluster.gpu names both cpu and GPUs", hint="a run computes on one kind of device")
+def _with_devices(hosts: tuple[Host, ...], reason: str, groups: tuple[DeviceGroup, ...]) -> ResolvedHosts:
+    names = ", ".join(dict.fromkeys(str(group.device) for group in groups))
+    kind: Literal["cpu", "cuda"] = "cpu" if _all_cpu(groups) else "cuda"
+    if kind == "cuda" and any(group.device.name == CPU_NAME for group in groups):
+        raise KeyProblem(
+            "cluster.gpu", "the hosts have both cpu and GPUs", hint="a run computes on one kind of device"
+        )
     why = "no accelerator in use" if kind == "cpu" else f"devices: {names}"
-    return ResolvedHosts(Topology(hosts=tuple(hosts)), reason, devices, kind, why)
+    return ResolvedHosts(Topology(hosts=tuple(hosts)), reason, groups, kind, why)
 
 
-def _all_cpu(devices: Sequence[Device]) -> bool:
-    return all(device.name == CPU_NAME for device in devices)
+def _all_cpu(groups: Sequence[DeviceGroup]) -> bool:
+    return all(group.device.name == CPU_NAME for group in groups)
 
 
 def _localhost(slots: tuple[str, ...]) -> tuple[Host, ...]:

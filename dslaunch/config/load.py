@@ -66,7 +66,8 @@ class LoadedSpec(Generic[S]):
             for spelling in (key, key.replace("[0]", "")):  # one source may stand without a list
                 if spelling in self.positions:
                     return spelling
-            key = re.sub(r"(\.|^)[^.\[\]]*$|\[\d+\]$", "", key)
+            above = re.sub(r"(\.|^)[^.\[\]]*$|\[\d+\]$", "", key)
+            key = above if above != key else key.rpartition(".")[0]  # a host pattern has brackets of its own
         return key
 
 

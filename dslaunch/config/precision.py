@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dslaunch.config.host_devices import DeviceGroup
 from dslaunch.core.devices import CPU_NAME, Device
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import Precision
@@ -20,20 +21,20 @@ class ChosenPrecision:
     notes: tuple[str, ...] = ()
 
 
-def resolve_precision(asked: str, devices: Sequence[Device] | None) -> ChosenPrecision:
-    """``asked``: auto, bf16, fp16 or fp32. ``devices``: every kind in the run; None: unknown.
+def resolve_precision(asked: str, groups: Sequence[DeviceGroup] | None) -> ChosenPrecision:
+    """``asked``: auto, bf16, fp16 or fp32. ``groups``: every kind of device in the run; None: unknown.
 
     Raises ConfigError for ``auto`` without devices, and for fp16 on a CPU that
     has no instructions for it (torch would emulate it).
     """
     if asked == "auto":
-        if devices is None:
+        if groups is None:
             raise ConfigError(
                 "precision auto: the devices of the other hosts are not known here",
                 hint="name them with --gpu (cluster.gpu), such as --gpu a100, or set precision",
             )
-        return _choose(devices)
-    notes = tuple(note for device in devices or () for note in _check(asked, device))
+        return _choose(groups)
+    notes = tuple(note for group in groups or () for note in _check(asked, group))
     value: Precision = "bf16" if asked == "bf16" else "fp16" if asked == "fp16" else "fp32"
     return ChosenPrecision(value, "as asked for", tuple(dict.fromkeys(notes)))
 
@@ -64,9 +65,10 @@ def dtypes(precision: Precision, config: Mapping[str, Any], method: str) -> dict
     return found
 
 
-def _choose(devices: Sequence[Device]) -> ChosenPrecision:
-    names = ", ".join(dict.fromkeys(str(device) for device in devices))
-    if unknown := [device for device in devices if "unknown" in (device.bf16, device.fp16)]:
+def _choose(groups: Sequence[DeviceGroup]) -> ChosenPrecision:
+    devices = [group.device for group in groups]
+    names = ", ".join(dict.fromkeys(map(str, groups)))
+    if unknown := [group for group in groups if "unknown" in (group.device.bf16, group.device.fp16)]:
         raise ConfigError(
             f"precision auto: {unknown[0]} is not in the device table",
             hint="set precision, or name a device like it with --gpu (cluster.gpu), such as sm_80",
@@ -77,17 +79,18 @@ def _choose(devices: Sequence[Device]) -> ChosenPrecision:
         return ChosenPrecision(
             "fp32", "the CPU has neither AVX512-BF16 nor AMX-BF16: bf16 would be emulated and slow"
         )
-    weak_bf16 = [device for device in devices if device.bf16 != "yes"]
+    weak_bf16 = [group for group in groups if group.device.bf16 != "yes"]
     if not weak_bf16:
         return ChosenPrecision("bf16", f"every device computes in bf16: {names}")
     weak = str(weak_bf16[0])
     if all(device.fp16 == "yes" for device in devices):
         return ChosenPrecision("fp16", f"{weak} does not compute in bf16; every device does in fp16: {names}")
-    weak = str(next(device for device in devices if device.fp16 != "yes"))
+    weak = str(next(group for group in groups if group.device.fp16 != "yes"))
     return ChosenPrecision("fp32", f"{weak} computes well in neither bf16 nor fp16")
 
 
-def _check(asked: str, device: Device) -> list[str]:
+def _check(asked: str, group: DeviceGroup) -> list[str]:
+    device = group.device
     if asked == "fp16" and device.name == CPU_NAME and device.fp16 != "yes":
         raise ConfigError(
             "precision fp16: this CPU has neither AVX512-FP16 nor AMX-FP16, so DeepSpeed refuses it",
@@ -96,8 +99,8 @@ def _check(asked: str, device: Device) -> list[str]:
     support = {"bf16": device.bf16, "fp16": device.fp16}.get(asked, "yes")
     if asked == "fp16" and support == "slow":
         return [
-            f"fp16 on {device}: no tensor cores, and DeepSpeed refuses it unless DS_ALLOW_DEPRECATED_FP16=1"
+            f"fp16 on {group}: no tensor cores, and DeepSpeed refuses it unless DS_ALLOW_DEPRECATED_FP16=1"
         ]
     if support in ("slow", "no"):
-        return [f"{asked} on {device} is emulated and slow; precision auto chooses otherwise"]
+        return [f"{asked} on {group} is emulated and slow; precision auto chooses otherwise"]
     return []

@@ -146,7 +146,7 @@ def _written_path(tree: Tree, loc: Sequence[str | int], *, missing: bool = False
         if _has(value, part):
             value = value[part]
             path.append(part)
-        elif part not in (0, "path"):  # these two: a string or mapping that stands for a list of one
+        elif part not in (0, "path", "by host"):  # a string or mapping for a list of one, a union's branch
             break
     return (*path, loc[-1]) if missing else tuple(path)
 

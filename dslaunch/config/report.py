@@ -35,7 +35,7 @@ class Report:
         self.problems += [(self.loaded.line(key), each) for each in errors]
 
     def catching(self, key: str) -> Catching:
-        """Record a ConfigError of the ``with`` block as a problem of ``key``, and go on after it."""
+        """Record ConfigErrors of the ``with`` block as problems of their own ``key``, else of this one."""
         return Catching(self, key)
 
     def note(self, text: str) -> None:
@@ -72,5 +72,6 @@ class Catching:
     ) -> bool:
         if not isinstance(error, ConfigError):
             return False
-        self.report.fail(self.key, error.message, error.hint)
+        for each in error.problems if isinstance(error, ConfigErrors) else [error]:
+            self.report.fail(getattr(each, "key", self.key), each.message, each.hint)
         return True

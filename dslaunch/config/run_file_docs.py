@@ -127,8 +127,9 @@ def _allow_one_name(schema: dict[str, Any], definitions: dict[str, Any]) -> None
     for owner, name in _name_lists():
         entry = definitions[owner]["properties"][name]
         array = entry.pop("anyOf", [entry])[0]
+        array, *others = array.get("oneOf", [array])
         kept = {key: entry.pop(key) for key in ("items", "type", "minItems") if key in entry} or array
-        entry["anyOf"] = [dict(kept["items"]), dict(kept)]
+        entry["anyOf"] = [dict(kept["items"]), dict(kept), *others]
         if name == "gpu":
             entry["anyOf"].append({"type": "null"})
 

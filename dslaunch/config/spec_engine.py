@@ -11,7 +11,7 @@ from pydantic import Field
 from dslaunch.config.spec_parts import (
     Beta,
     DeviceAsMapping,
-    Names,
+    NamesByHost,
     NonNegativeFloat,
     NonNegativeInt,
     PathAsMapping,
@@ -143,8 +143,15 @@ class ClusterSpec(Section):
     exclude: Text | None = Field(None, description="Hosts and slots to leave out: `a@b:0,2`.")
     num_nodes: PositiveInt | None = Field(None, description="Number of nodes (the first of the hostfile).")
     num_gpus_per_node: PositiveInt | None = Field(None, description="Ranks on each node.")
-    gpu: Names | None = Field(
-        None, description="Device of the nodes, such as `a100` or `cpu`; a list where nodes differ."
+    gpu: NamesByHost | None = Field(
+        None,
+        description="Device of the nodes, such as `a100` or `cpu`. Where nodes differ: a list, or a mapping"
+        " of host patterns (`node-[1-4]`, `a100-*`) to devices, of which the first that fits counts.",
+    )
+    inventory: Text | None = Field(
+        None,
+        description="JSON file with what each host has, in place of `gpu`: the lines that"
+        " `python -m dslaunch.core.inventory` prints on them.",
     )
     host_memory_gib: PositiveFloat | None = Field(
         None, description="RAM of each host that a job may use, where that is not this machine's; for `plan`."

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 
 class Section(BaseModel):
@@ -39,6 +39,11 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_one_as_many)]
+# A name, a list of them, or one for each key; the tags keep pydantic's errors to the branch that was meant.
+NamesByHost = Annotated[
+    Annotated[Names, Tag("names")] | Annotated[dict[Text, Text], Tag("by host")],
+    Discriminator(lambda value: "by host" if isinstance(value, Mapping) else "names"),
+]
 OneAsMany = BeforeValidator(_one_as_many)
 PathAsMapping = BeforeValidator(_path_as_mapping)
 DeviceAsMapping = BeforeValidator(_device_as_mapping)

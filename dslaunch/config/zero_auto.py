@@ -50,7 +50,7 @@ def settle_zero(
         if engine is None:
             continue
         setup = _setup(trial.spec, *engine, model, training)
-        if (capacity := device_gib(engine[1])) is None:
+        if (capacity := engine[1].memory_gib) is None:
             raise _unknown_size(loaded, key)
         plan = _plan(setup, capacity, _host_gib(trial.spec, engine[1], facts))
         tried.append((candidate, setup, plan))
@@ -121,13 +121,6 @@ def _setup(
     )
 
 
-def device_gib(hosts: ResolvedHosts) -> float | None:
-    """GiB of the smallest device of the run; None where one is not known, and for CPUs."""
-    sizes = [device.memory_gib for device in hosts.devices or ()]
-    known = [size for size in sizes if size is not None]
-    return min(known) if known and len(known) == len(sizes) else None
-
-
 def _plan(setup: Setup, capacity: float, host: float | None) -> MemoryPlan:
     from dslaunch.config.memory.planner import plan_memory
 
@@ -137,7 +130,7 @@ def _plan(setup: Setup, capacity: float, host: float | None) -> MemoryPlan:
 def _host_gib(spec: EngineSpec, hosts: ResolvedHosts, facts: Facts) -> float | None:
     from dslaunch.config.memory.capacity import host_gib
 
-    return host_gib(spec.cluster, hosts.topology.hosts, hosts.device_type, facts)
+    return host_gib(spec.cluster, hosts, facts)
 
 
 def _with_zero(loaded: LoadedSpec[S], zero: ZeroSpec) -> LoadedSpec[S]:

@@ -47,10 +47,11 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What was found on one machine."""
+    """What was found on one machine. ``ram_gib``: None where it was not asked for."""
 
     accelerators: tuple[Accelerator, ...]
     cpu: Device
+    ram_gib: float | None = None
 
 
 _NVIDIA = {
@@ -97,7 +98,8 @@ _GDDR_GB = (
 )
 _GDDR_ECC_GB = "p40=24 p4=8 t4=16 a2=16 a10=24 a10g=24 a16=16 a40=48 l2=24 l4=24 l20=48 l40=48 l40s=48"
 # Nominal size -> GiB that a program gets: the driver keeps some, and ECC on GDDR takes a sixteenth.
-_USABLE = ((_HBM_GB, 0.985), (_GDDR_GB, 0.985), (_GDDR_ECC_GB, 0.92))
+USABLE_SHARE = 0.985
+_USABLE = ((_HBM_GB, USABLE_SHARE), (_GDDR_GB, USABLE_SHARE), (_GDDR_ECC_GB, 0.92))
 _SIZE = re.compile(r"(\d+)\s*gi?b?\b")
 _MEMORY = re.compile(r"[\s_-]+\d+\s*gi?b?\b|\bmig\b.*$|\bhbm\d\w*")
 _VENDOR = re.compile(
@@ -125,6 +127,14 @@ def lookup_device(text: str) -> Device:
     near = difflib.get_close_matches(key, [*by_name, CPU_NAME], n=3, cutoff=0.5)
     known = ", ".join(near) if near else "a100, h100, v100, mi300x, cpu"
     raise ConfigError(f"unknown device {text!r}", hint=f"write a name such as {known}, or sm_80 and the like")
+
+
+def named_device(name: str, arch: str = "") -> Device:
+    """The device of a name; where the table has none, one of that name and what its ``arch`` computes in."""
+    if (found := _find(name)) is not None and found.name != CPU_NAME:
+        return found
+    like = _find(arch) if arch else None
+    return _unknown(name) if like is None else replace(like, name=name)
 
 
 def memory_sizes(text: str) -> tuple[int, ...]:
@@ -180,7 +190,7 @@ def _find(text: str) -> Device | None:
 
 def _with_memory(device: Device, text: str) -> Device:
     """The size that ``text`` says, else the smallest in which the device is made."""
-    sizes, usable = _nominal().get(device.name, ((), 0.985))
+    sizes, usable = _nominal().get(device.name, ((), USABLE_SHARE))
     if said := _SIZE.findall(text.lower()):
         sizes = (int(said[-1]),)
     return replace(device, memory_gib=round(sizes[0] * usable, 2)) if sizes else device
@@ -249,7 +259,7 @@ def _probe_nvidia(root: Path) -> list[Device]:
         minor = re.search(r"^Device Minor:\s*(\d+)\s*$", text, re.MULTILINE)
         # A container without GPUs still sees the host's list, but not the device files.
         if model and minor and (root / f"dev/nvidia{minor[1]}").exists():
-            devices.append(_find(model[1]) or _unknown(model[1]))
+            devices.append(named_device(model[1]))
     return devices
 
 
@@ -263,7 +273,7 @@ def _probe_amd(root: Path) -> list[Device]:
             continue
         version = int(match[1])
         arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-        devices.append(_find(arch) or _unknown(arch))
+        devices.append(named_device(arch))
     return devices
 
 

@@ -308,3 +308,61 @@ def test_a_template_that_cannot_be_read(capsys: pytest.CaptureFixture[str], name
     assert (code, out) == (2, "")
     assert "Error: --template: deepspeed_template: " in err
     assert message in err
+
+
+HOSTS = "node-1 slots=4\nnode-2 slots=4\nold slots=1\n"
+
+
+def test_devices_by_host(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("hosts").write_text(HOSTS)
+    flags = ("--hostfile", "hosts", "--train-batch-size", "72", "--gpu")
+    code, out, err = run(capsys, *flags, "node-[1,2]=a100, *=v100")
+    assert (code, json.loads(out)["fp16"]["enabled"]) == (0, True)
+    assert "precision fp16: v100 (sm_70) of old does not compute in bf16" in err
+    assert config(capsys, *flags, "node-[1,2]=a100,*=v100", "--exclude", "old")["bf16"]["enabled"] is True
+    for gpu, part in (
+        ("node-1=a100", "--gpu: cluster.gpu: no pattern fits node-2, old"),
+        ("node-*=a100,v100", "'v100' is not PATTERN=DEVICE"),
+        ("node-1=a100,node-1=v100,*=l4", "node-1 is given twice"),
+        ("*=a1000", "--gpu: cluster.gpu.*: unknown device 'a1000'"),
+        ("node-[1=a100", "cluster.gpu.node-[1: host pattern 'node-[1': [ without its other half"),
+    ):
+        code, _, err = run(capsys, *flags, gpu)
+        assert (code, "Traceback" in err) == (2, False)
+        assert part in err
+
+
+def test_devices_by_host_in_a_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("hosts").write_text(HOSTS)
+    Path("run.yaml").write_text(
+        RUN.replace("8", "72") + "cluster:\n  hostfile: hosts\n  gpu:\n    node-[1-2]: a100\n    new: v100\n"
+    )
+    code, _, err = run(capsys, "run.yaml")
+    assert code == 2
+    assert "run.yaml:7: cluster.gpu: no pattern fits old" in err
+    assert "run.yaml:9: cluster.gpu.new: it decides for no host of the hostfile" in err
+    Path("run.yaml").write_text(Path("run.yaml").read_text().replace("new: v100", "old: 5"))
+    code, _, err = run(capsys, "run.yaml")
+    assert code == 2
+    assert "run.yaml:9: cluster.gpu.old: 5 is a number, where text is meant" in err
+
+
+def test_an_inventory_of_the_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("hosts").write_text(HOSTS)
+    a100, v100 = (json.dumps({"name": name}) for name in ("NVIDIA A100-SXM4-40GB", "Tesla V100-SXM2-16GB"))
+    lines = [
+        f'{{"{name}": {{"accelerators": [{a100}, {a100}, {a100}, {a100}]}}}}' for name in ("node-1", "node-2")
+    ]
+    Path("inv.json").write_text("\n".join([*lines, f'{{"old": {{"accelerators": [{v100}]}}}}\n']))
+    flags = ("--hostfile", "hosts", "--train-batch-size", "72", "--inventory")
+    code, out, err = run(capsys, *flags, "inv.json")
+    assert (code, json.loads(out)["fp16"]["enabled"]) == (0, True)
+    assert "every device does in fp16: a100 (sm_80) of node-1, node-2, v100 (sm_70) of old" in err
+    Path("inv.json").write_text("\n".join(lines))
+    assert "--inventory: cluster.inventory: old is not in it" in run(capsys, *flags, "inv.json")[2]
+    Path("inv.json").write_text("{")
+    assert f"{Path('inv.json').resolve()}:1:2: not JSON" in run(capsys, *flags, "inv.json")[2]
+    code, _, err = run(capsys, *flags, "inw.json")
+    assert code == 2
+    assert "--inventory: inventory not found" in err
+    assert "inv.json?" in err

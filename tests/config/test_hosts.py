@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,19 +10,27 @@ import pytest
 from dslaunch.config.facts import Facts, PathFact
 from dslaunch.config.hosts import ResolvedHosts, resolve_hosts
 from dslaunch.config.spec_engine import ClusterSpec
-from dslaunch.core.devices import Inventory, lookup_device
-from dslaunch.core.errors import ConfigError
+from dslaunch.core.devices import Device, Inventory, lookup_device
+from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.hostfile import parse_hostfile
 from tests.config.build import CPU, gpus
 
 A100S = gpus("a100", "a100", "a100", "a100")
 
 
-def hosts(inventory: Inventory = CPU, hostfile: str | None = None, **cluster: Any) -> ResolvedHosts:
+def hosts(
+    machine: Inventory = CPU,
+    hostfile: str | None = None,
+    inventories: Mapping[str, Inventory] | None = None,
+    runs_here: bool = True,
+    **cluster: Any,
+) -> ResolvedHosts:
     listed = parse_hostfile(hostfile, "hosts") if hostfile else None
     paths = {"cluster.hostfile": PathFact("file", "/hosts")}
-    facts = Facts(inventory, hosts=listed, paths=paths, local_names=("localhost", "here"))
-    return resolve_hosts(ClusterSpec.model_validate(cluster), facts)
+    facts = Facts(
+        machine, hosts=listed, paths=paths, local_names=("localhost", "here"), inventories=inventories
+    )
+    return resolve_hosts(ClusterSpec.model_validate(cluster), facts, runs_here=runs_here)
 
 
 def slots(found: ResolvedHosts) -> dict[str, str]:
@@ -102,3 +111,111 @@ def test_filters_need_a_hostfile(key: str) -> None:
 def test_an_unknown_device() -> None:
     with pytest.raises(ConfigError, match="unknown device 'a1000'"):
         hosts(gpu="a1000")
+
+
+FOUR = "node-1 slots=4\nnode-2 slots=4\nnode-3 slots=4\nold slots=2\n"
+BY_HOST = {"node-[1-3]": "a100-40g", "*": "v100-16g"}
+
+
+def groups(found: ResolvedHosts) -> list[tuple[str, str]]:
+    assert found.groups is not None
+    return [(group.device.name, group.hosts) for group in found.groups]
+
+
+def test_devices_by_host_pattern() -> None:
+    found = hosts(hostfile=FOUR, gpu=BY_HOST)
+    assert groups(found) == [("a100", "node-[1-3]"), ("v100", "old")]
+    assert found.memory_gib == 15.76  # of the smallest
+
+
+@pytest.mark.parametrize("filters", [{"exclude": "old"}, {"include": "node-1@node-3"}, {"num_nodes": 3}])
+def test_only_the_hosts_of_the_run_count(filters: dict[str, Any]) -> None:
+    found = hosts(hostfile=FOUR, gpu=BY_HOST, **filters)
+    assert groups(found) == [("a100", "node-[1-3]")]
+    assert found.memory_gib == 39.4
+
+
+def test_the_first_pattern_that_fits_counts() -> None:
+    found = hosts(hostfile=FOUR, gpu={"node-2": "t4", "node-*": "h100", "old": "l4"}, exclude="node-1")
+    assert groups(found) == [("t4", "node-2"), ("h100", "node-3"), ("l4", "old")]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "messages"),
+    [
+        ({"node-[1-2]": "a100"}, ["cluster.gpu: no pattern fits node-3, old"]),
+        (
+            {"node-*": "a100", "node-1": "h100", "nod": "l4"},
+            [
+                "cluster.gpu.node-1: it decides for no host of the hostfile",
+                "cluster.gpu.nod: it decides for no host of the hostfile",
+                "cluster.gpu: no pattern fits old",
+            ],
+        ),
+    ],
+)
+def test_patterns_that_leave_something_open(gpu: dict[str, str], messages: list[str]) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        hosts(hostfile=FOUR, gpu=gpu)
+    assert [problem.message for problem in caught.value.problems] == messages
+
+
+@pytest.mark.parametrize("cluster", [{"num_gpus_per_node": 4}, {"num_nodes": 2, "num_gpus_per_node": 4}])
+def test_patterns_need_hosts(cluster: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="devices by host need a hostfile"):
+        hosts(gpu=BY_HOST, **cluster)
+
+
+def test_the_cpu_of_other_hosts_is_not_this_ones() -> None:
+    """cpu by name says nothing of their instructions, whatever this machine's CPU has."""
+    fast = Inventory((), Device("cpu", "", "yes", "yes"))
+    assert hosts(fast, hostfile="a slots=2\n", gpu="cpu").devices == (lookup_device("cpu"),)
+    assert hosts(fast, hostfile="here slots=2\n", gpu="cpu").devices == (fast.cpu,)
+
+
+KNOWN = {
+    "node-1": gpus("a100-80g", "a100-80g"),
+    "node-2.cluster": gpus("a100-40g", "v100-32g"),
+    "cpu-1": Inventory((), Device("cpu", "", "no", "yes")),
+}
+
+
+def test_an_inventory_tells_the_device_behind_each_slot() -> None:
+    found = hosts(hostfile="node-1 slots=2\nnode-2 slots=2\n", inventories=KNOWN, inventory="i")
+    assert groups(found) == [("a100", "node-1"), ("a100", "node-2"), ("v100", "node-2")]
+    assert found.memory_gib == 31.52
+    one = hosts(hostfile="node-1 slots=1\nnode-2 slots=0,\n", inventories=KNOWN, inventory="i")
+    assert (groups(one), one.memory_gib) == ([("a100", "node-1"), ("a100", "node-2")], 39.4)
+    cpu = hosts(hostfile="cpu-1 slots=4\n", inventories=KNOWN, inventory="i")
+    assert (cpu.device_type, cpu.devices) == ("cpu", (KNOWN["cpu-1"].cpu,))
+
+
+def test_an_inventory_without_a_hostfile_counts_as_a_whole() -> None:
+    known = {name: KNOWN[name] for name in ("node-1", "node-2.cluster")}
+    found = hosts(inventories=known, inventory="i", num_nodes=2, num_gpus_per_node=2)
+    assert {name for name, _ in groups(found)} == {"a100", "v100"}
+    assert found.memory_gib == 31.52
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "cluster", "part"),
+    [
+        ("node-1 slots=2\nnode-9 slots=1\n", {}, "cluster.inventory: node-9 is not in it"),
+        ("node-1 slots=8\n", {}, "host node-1 has 2 devices there, but 8 slots"),
+        ("node-1 slots=2\ncpu-1 slots=2\n", {}, "both cpu and GPUs"),
+        ("node-1 slots=2\n", {"gpu": "a100"}, "cluster.inventory: cluster.gpu is given too"),
+    ],
+)
+def test_an_inventory_that_does_not_fit(hostfile: str, cluster: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        hosts(hostfile=hostfile, inventories=KNOWN, inventory="i", **cluster)
+
+
+def test_a_script_of_ones_own_is_not_meant_for_this_machines_cpu() -> None:
+    found = hosts(num_gpus_per_node=4, runs_here=False)
+    assert (found.devices, found.device_type, len(found.topology.ranks())) == (None, "cuda", 4)
+    assert hosts(hostfile="here slots=4\n", runs_here=False).devices is None
+    assert hosts(runs_here=False).device_type == "cpu"  # nothing but this machine is spoken of
+    assert hosts(gpu="cpu", num_gpus_per_node=4, runs_here=False).device_type == "cpu"
+    assert hosts(A100S, hostfile="here slots=4\n", runs_here=False).devices == (lookup_device("a100"),) * 4
+    assert len(hosts(A100S, num_gpus_per_node=4, runs_here=False).devices or ()) == 4

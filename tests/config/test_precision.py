@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dslaunch.config.host_devices import DeviceGroup, groups_of_names
 from dslaunch.config.precision import communication_data_type, dtypes, resolve_precision
 from dslaunch.core.devices import Device, lookup_device
 from dslaunch.core.errors import ConfigError
@@ -30,13 +31,25 @@ FP16_CPU = Device("cpu", "", "yes", "yes")
     ],
 )
 def test_auto(names: list[str], value: str, in_reason: str) -> None:
-    chosen = resolve_precision("auto", [lookup_device(name) for name in names])
+    chosen = resolve_precision("auto", groups_of_names(names))
     assert chosen.value == value
     assert in_reason in chosen.reason
 
 
 def test_auto_on_a_cpu_with_bf16_instructions() -> None:
-    assert resolve_precision("auto", [BF16_CPU]).value == "bf16"
+    assert resolve_precision("auto", [DeviceGroup(BF16_CPU)]).value == "bf16"
+
+
+def test_the_reason_names_the_hosts_that_decide() -> None:
+    groups = [
+        DeviceGroup(lookup_device("a100"), "node-[1-4]"),
+        DeviceGroup(lookup_device("v100"), "node-5, node-6"),
+    ]
+    assert resolve_precision("auto", groups).reason == (
+        "v100 (sm_70) of node-5, node-6 does not compute in bf16; every device does in fp16:"
+        " a100 (sm_80) of node-[1-4], v100 (sm_70) of node-5, node-6"
+    )
+    assert "bf16 on v100 (sm_70) of node-5, node-6 is emulated" in resolve_precision("bf16", groups).notes[0]
 
 
 def test_auto_without_devices_asks_for_them() -> None:
@@ -47,19 +60,19 @@ def test_auto_without_devices_asks_for_them() -> None:
 
 def test_auto_with_a_device_that_is_not_in_the_table() -> None:
     with pytest.raises(ConfigError, match="Xyzzy is not in the device table"):
-        resolve_precision("auto", [Device("Xyzzy", "", "unknown", "unknown")])
-    assert resolve_precision("bf16", [Device("Xyzzy", "", "unknown", "unknown")]).notes == ()
+        resolve_precision("auto", [DeviceGroup(Device("Xyzzy", "", "unknown", "unknown"))])
+    assert resolve_precision("bf16", [DeviceGroup(Device("Xyzzy", "", "unknown", "unknown"))]).notes == ()
 
 
 @pytest.mark.parametrize(("device", "hint"), [(lookup_device("cpu"), "fp32"), (BF16_CPU, "bf16")])
 def test_fp16_on_a_cpu_without_instructions_is_refused(device: Device, hint: str) -> None:
     with pytest.raises(ConfigError, match="neither AVX512-FP16 nor AMX-FP16") as caught:
-        resolve_precision("fp16", [device])
+        resolve_precision("fp16", [DeviceGroup(device)])
     assert f"precision {hint}" in (caught.value.hint or "")
 
 
 def test_fp16_on_a_cpu_that_has_it() -> None:
-    assert resolve_precision("fp16", [FP16_CPU]).value == "fp16"
+    assert resolve_precision("fp16", [DeviceGroup(FP16_CPU)]).value == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +85,7 @@ def test_fp16_on_a_cpu_that_has_it() -> None:
     ],
 )
 def test_what_was_asked_for_is_kept_with_a_warning(asked: str, names: list[str], in_note: str) -> None:
-    chosen = resolve_precision(asked, [lookup_device(name) for name in names])
+    chosen = resolve_precision(asked, groups_of_names(names))
     assert chosen.value == asked
     assert len(chosen.notes) == 1
     assert in_note in chosen.notes[0]

@@ -260,7 +260,7 @@ def test_data_without_an_owner_is_taken_for_a_hub_id_aloud() -> None:
 
 def test_an_unknown_device_is_reported_where_it_was_named() -> None:
     found = problems(SMALL + "seed: 1\ncluster: {num_gpus_per_node: 2, gpu: a1000}\n")
-    assert found == ["run.yaml:5: unknown device 'a1000'"]
+    assert found == ["run.yaml:5: cluster.gpu: unknown device 'a1000'"]
 
 
 def test_all_semantic_problems_at_once() -> None:

@@ -68,6 +68,7 @@ ACCEPTED = [
     "model: {path: m}\ndata: {train: [a, {path: b, weight: 1}], eval: {path: c}}\nx-mine: 3\n",
     SMALL + "adapter: {target_modules: q_proj, modules_to_save: [a]}\noutput: {report_to: wandb}\n",
     SMALL + "adapter: null\ncluster: {gpu: [a100, v100]}\nlaunch: {secret_env: A}\nfp16: {loss_scale: 12}\n",
+    SMALL + "cluster: {gpu: {a: a100, '*': v100}, inventory: i}\n",
     SMALL + "cluster: {gpu: a100}\nfp16: {loss_scale: dynamic}\noptimizer: {params: {betas: [0.9, 0.99]}}\n",
     (REPO_ROOT / "examples/quickstart.yaml").read_text(encoding="utf-8"),
 ]
@@ -78,6 +79,7 @@ REFUSED = [
     SMALL + "optimizer: {params: {betas: [0.9]}}\n",
     SMALL + "zero_optimization: {stage: 4}\n",
     SMALL + "fp16: {loss_scale: auto}\n",
+    SMALL + "cluster: {gpu: {a: 5}}\n",
     SMALL + "output: {report_to: [x]}\n",
     SMALL + "launch: {env: {A: 1}}\n",
     "model: m\ndata: {train: [{path: b, wieght: 1}]}\n",
