@@ -1,4 +1,4 @@
-"""How much RAM a host has: as written, of the inventory's hosts in use, else of this machine if all runs here."""
+"""How much RAM a host has: as written, of the inventory's hosts in use, else of this machine."""
 
 from __future__ import annotations
 
