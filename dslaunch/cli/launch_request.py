@@ -212,7 +212,7 @@ def _command_ranks(
 
     if request.via not in (None, "auto", "local", "ssh"):
         raise ConfigError(f"--via {request.via!r} is not one of auto, local, ssh")
-    names = ("hostfile", "include", "exclude", "num_nodes", "gpu")
+    names = ("hostfile", "include", "exclude", "num_nodes", "gpu", "inventory")
     flags = {name: getattr(request, name) for name in names}
     if all(value is None for value in flags.values()):
         return *_local_ranks(request.num_gpus_per_node), "local"
@@ -224,8 +224,9 @@ def _command_ranks(
 
     loaded = load_flags((), flag_overrides({**flags, "num_gpus_per_node": request.num_gpus_per_node}))
     facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
-    if facts.hostfile_problem is not None:
-        raise facts.hostfile_problem
+    for problem in (facts.hostfile_problem, facts.inventory_problem):
+        if problem is not None:
+            raise problem
     hosts = resolve_hosts(loaded.spec.cluster, facts)
     via = choose_via(hosts, facts)[0] if request.via in (None, "auto") else request.via
     return hosts.device_type, hosts.topology, "ssh" if via == "ssh" else "local"
