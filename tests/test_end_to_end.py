@@ -19,6 +19,8 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dslaunch.cli.disk_space import disk_of_run
+from dslaunch.core.plan import RunPlan, from_json
 from tests.support.plans import read_rows, write_questions
 from tests.support.tiny import make_tiny_model_dir
 
@@ -237,6 +239,35 @@ def test_a_stage_3_model_loads_with_plain_transformers(full: Story, lora: Story)
     reported = full.rows("metrics.jsonl", "eval")[-1]["loss"]
     assert _held_out_loss(lora.root, model.eval()) == pytest.approx(reported, rel=0.02)
     assert json.loads(full.said["export"].stdout)["step"] == 6
+
+
+def _tensor_bytes(directory: Path) -> int:
+    (file,) = directory.glob("*.safetensors")
+    header = int.from_bytes(file.read_bytes()[:8], "little")
+    return file.stat().st_size - 8 - header
+
+
+def test_exports_are_as_large_as_was_said(lora: Story, full: Story) -> None:
+    adapter, whole = (
+        disk_of_run(from_json(RunPlan, json.loads((story.run_dir / "plan.json").read_text())))
+        for story in (lora, full)
+    )
+    assert adapter is not None
+    assert whole is not None
+    assert _tensor_bytes(lora.root / "adapter") == adapter.export_bytes
+    assert _tensor_bytes(lora.root / "merged") == adapter.merged_export_bytes
+    assert _tensor_bytes(full.root / "whole") == whole.export_bytes
+
+
+def test_each_command_names_the_next_one_as_the_readme_says(lora: Story) -> None:
+    said = {name: lora.said[name].stderr.splitlines()[-1] for name in ("launch", "export")}
+    assert said == {
+        "launch": f"next: dslaunch export {lora.run_dir} -o DIR",
+        "export": "next: dslaunch generate adapter --prompt TEXT",
+    }
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f"`{said['launch'].replace(str(lora.run_dir), 'RUN_DIR')}`" in readme
+    assert f"`{said['export'].replace('adapter', 'DIR')}`" in readme
 
 
 def test_generate_answers_as_plain_transformers_does(lora: Story) -> None:

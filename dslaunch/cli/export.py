@@ -31,6 +31,7 @@ def command(checkpoint: Path, output: Path, merge: bool, force: bool, as_json: b
     Plain transformers and peft load the result.
     """
     from dslaunch.cli.existing import check_checkpoint
+    from dslaunch.core.command import quote
 
     check_checkpoint(checkpoint)
     from dslaunch.train.quiet import quiet_libraries, stdout_is_data
@@ -51,6 +52,7 @@ def command(checkpoint: Path, output: Path, merge: bool, force: bool, as_json: b
         talk(_about_base(report.base_model))
     if report.max_logit_drift is not None:
         talk(f"merged and adapter model agree to {report.max_logit_drift:.2g} in the logits")
+    talk(f"next: dslaunch generate {quote(report.output)} --prompt TEXT")
     return 0
 
 

@@ -104,6 +104,7 @@ def command(ctx: click.Context, /, *, dry_run: bool, as_json: bool, **flags: obj
     plan = resolve_request(request)
     check_ready_to_run(plan, request)
     _render(plan)  # what cannot be written must be found while there is no run directory
+    _say_what_it_takes(plan)
     if dry_run:
         _show(plan, request, as_json)
         return 0
@@ -171,7 +172,7 @@ def _run(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> int:
     with SignalInbox() as signals:
         plan = claim_run_dir(plan, request)
         with _recorded(plan, resume=request.resume) as (events, keep_fds), _tidy(plan, request):
-            _announce(plan.launch)
+            _announce(plan)
             outcome = supervise(
                 rank_plan(plan, request), events=events, out=out, err=sys.stderr.buffer,
                 keep_fds=keep_fds, signals=signals, own_worker=isinstance(plan, RunPlan),
@@ -245,7 +246,8 @@ def _recorded(plan: RecordedPlan, *, resume: bool) -> Iterator[tuple[JsonlWriter
         yield events, () if lock is None else (lock,)
 
 
-def _announce(launch: LaunchPlan) -> None:
+def _announce(plan: RecordedPlan) -> None:
+    launch = plan.launch
     world_size = launch.topology.world_size
     ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
     hosts = ", ".join(host.name for host in launch.topology.hosts[:4])
@@ -254,6 +256,19 @@ def _announce(launch: LaunchPlan) -> None:
     way = "" if launch.via == "local" else f" by {launch.via}"
     _talk(f"run directory {launch.run_dir}")
     _talk(f"starting {ranks} on {hosts}{way}; each writes to logs/rank-N.log there")
+
+
+def _say_what_it_takes(plan: RecordedPlan) -> None:
+    """The size of checkpoints and export, with a warning where they will not fit."""
+    from dslaunch.cli.disk_space import disk_line, disk_of_run, disk_warning
+    from dslaunch.core.plan import RunPlan
+
+    disk = disk_of_run(plan) if isinstance(plan, RunPlan) else None
+    if disk is None:
+        return
+    _talk(disk_line(disk))
+    if warning := disk_warning(disk):
+        _talk(f"note: {warning}")
 
 
 def _talk(text: str) -> None:

@@ -31,6 +31,8 @@ def command(
     Without RUN.yaml: what a script of your own takes, from --model and flags alone.
     """
     from dslaunch.cli import plan_memory
+    from dslaunch.cli.disk_space import disk_line, disk_of_run, disk_warning
+    from dslaunch.cli.talk import note
 
     if run_file is None:
         report, lines = plan_memory.plan_flags(set_, flags)
@@ -38,9 +40,14 @@ def command(
         plan, loaded = options.load_and_resolve_with_spec(
             run_file, set_=set_, run_dir=run_dir, **options.run_file_flags(flags)
         )
-        memory = plan_memory.memory_of_run(plan, loaded)
+        memory, disk = plan_memory.memory_of_run(plan, loaded), disk_of_run(plan)
         report = {**plan_report(plan), **plan_memory.memory_report(memory)}
+        report["disk"] = None if disk is None else disk.to_json()
         lines = [*plan_lines(plan), *plan_memory.memory_lines(memory)]
+        if disk is not None:
+            lines.append(disk_line(disk))
+            if warning := disk_warning(disk):
+                note(warning)
     if as_json:
         click.echo(json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False))
     else:
