@@ -9,18 +9,15 @@ Works on any config, without torch or DeepSpeed. The table of keys is in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dslaunch.config.check.batch import check_batch
-from dslaunch.config.check.context import Checker, Reader, Target
-from dslaunch.config.check.keys import check_keys, parse_version
-from dslaunch.config.check.optimizer import check_optimizer
-from dslaunch.config.check.precision import check_precision
-from dslaunch.config.check.syntax import check_syntax, looks_like_deepspeed, unreadable
-from dslaunch.config.check.zero import check_zero
-from dslaunch.config.hjson_reader import Document, HjsonError, read_hjson
-from dslaunch.config.schema import VERSION, VERSIONS
+from dslaunch.config.check.target import Reader, Target
+from dslaunch.config.schema import VERSION, VERSIONS, find_key
 from dslaunch.core.finding import Finding
+
+if TYPE_CHECKING:
+    from dslaunch.config.check.context import Checker
+    from dslaunch.config.hjson_reader import Document
 
 __all__ = ["CheckedConfig", "Reader", "Target", "check_config", "check_value", "looks_like_deepspeed"]
 
@@ -44,12 +41,17 @@ def check_config(text: str, target: Target | None = None) -> CheckedConfig:
     Never raises for what stands in the text. A text that is no hjson, or no mapping,
     gives one finding with the code ``syntax``.
     """
+    # Here, because files of other kinds are checked without the rules for configs.
+    from dslaunch.config.check import syntax
+    from dslaunch.config.check.context import Checker
+    from dslaunch.config.hjson_reader import Document, HjsonError, read_hjson
+
     target = target or Target()
     try:
         document = read_hjson(text)
     except HjsonError as error:
         document = Document(text.replace("\r\n", "\n"))
-        return CheckedConfig((unreadable(text, error, document),), None, document)
+        return CheckedConfig((syntax.unreadable(text, error, document),), None, document)
     except RecursionError:
         document = Document(text)
         return CheckedConfig(
@@ -59,7 +61,7 @@ def check_config(text: str, target: Target | None = None) -> CheckedConfig:
         return CheckedConfig((_no_mapping(text, document),), None, document)
     checker = Checker(document, target)
     check_version(checker)
-    check_syntax(checker)
+    syntax.check_syntax(checker)
     if "\r\n" in text:
         checker.report("line-ends", "info", (), "lines end as on Windows (CRLF), which both readers accept")
     _check_meaning(checker)
@@ -69,6 +71,9 @@ def check_config(text: str, target: Target | None = None) -> CheckedConfig:
 
 def check_value(config: dict[str, Any], target: Target) -> tuple[Finding, ...]:
     """All findings about a config that is no text (yet), so that none has a line."""
+    from dslaunch.config.check.context import Checker
+    from dslaunch.config.hjson_reader import Document
+
     checker = Checker(Document("", config), target)
     _check_meaning(checker)
     return tuple(checker.findings)
@@ -76,15 +81,19 @@ def check_value(config: dict[str, Any], target: Target) -> tuple[Finding, ...]:
 
 def _check_meaning(checker: Checker) -> None:
     """Every rule but those about the text."""
-    check_keys(checker)
-    check_batch(checker)
-    check_precision(checker)
-    check_optimizer(checker)
-    check_zero(checker)
+    from dslaunch.config.check import batch, keys, optimizer, precision, zero
+
+    keys.check_keys(checker)
+    batch.check_batch(checker)
+    precision.check_precision(checker)
+    optimizer.check_optimizer(checker)
+    zero.check_zero(checker)
 
 
 def check_version(checker: Checker) -> None:
     """Say where the target's DeepSpeed lies outside the versions that the table was made from."""
+    from dslaunch.config.check.keys import parse_version
+
     version = checker.target.version
     if not parse_version(VERSIONS[0]) <= parse_version(version) <= parse_version(VERSION):
         checker.report(
@@ -95,7 +104,15 @@ def check_version(checker: Checker) -> None:
         )
 
 
+def looks_like_deepspeed(value: Any) -> bool:
+    """Whether a mapping has at least one key that DeepSpeed knows."""
+    return isinstance(value, dict) and any(find_key(str(name)) is not None for name in value)
+
+
 def _no_mapping(text: str, document: Document) -> Finding:
+    from dslaunch.config.check.syntax import unreadable
+    from dslaunch.config.hjson_reader import HjsonError
+
     stripped = text.strip()
     if stripped.endswith(".json") and "\n" not in stripped:
         return unreadable(text, HjsonError("the file holds a path", 0), document)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
+from dslaunch.config.check.target import Reader, Target
 from dslaunch.config.hjson_reader import Document
-from dslaunch.config.schema import VERSION, find_key
+from dslaunch.config.schema import find_key
 from dslaunch.core.finding import Edit, Finding, KeyPath, Severity, key_text
 
-if TYPE_CHECKING:
-    from dslaunch.core.devices import Device
-
-Reader = Literal["raw", "hf-trainer", "accelerate"]
 PARENT = "zero_optimization"
 
 # Keys whose "auto" each trainer replaces by its own value (transformers 5.24
@@ -50,16 +47,6 @@ FILLED: Mapping[Reader, frozenset[str]] = {
         "zero_optimization.offload_param.nvme_path",
     },
 }
-
-
-@dataclass(frozen=True)
-class Target:
-    """What the config is for. ``world_size`` None: unknown; ``devices`` None: unknown."""
-
-    reader: Reader = "raw"
-    world_size: int | None = None
-    devices: Sequence[Device] | None = None
-    version: str = VERSION
 
 
 @dataclass

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dslaunch.config.check import Target, check_config, looks_like_deepspeed
 from dslaunch.config.check.places import finding_of, finding_of_note
-from dslaunch.config.hjson_reader import Document, HjsonError, read_hjson
 from dslaunch.config.nested import listed
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.finding import Finding
@@ -83,6 +82,8 @@ def find_kind(path: str, text: str) -> Kind:
         return "deepspeed-config"
     if _RUN_KEY.search(text) or suffix in (".yaml", ".yml"):
         return "run-file"
+    from dslaunch.config.hjson_reader import HjsonError, read_hjson
+
     try:
         return "deepspeed-config" if looks_like_deepspeed(read_hjson(text).value) else "unknown"
     except (HjsonError, RecursionError):
@@ -148,6 +149,7 @@ def _check_overrides(loaded: LoadedSpec[Any], target: Target) -> list[Finding]:
     """The raw keys under ``deepspeed:``: names, types and ranges as in any config."""
     from dslaunch.config.check.context import Checker
     from dslaunch.config.check.keys import check_keys
+    from dslaunch.config.hjson_reader import Document
 
     checker = Checker(Document("", listed(loaded.spec.deepspeed)), target)
     check_keys(checker)

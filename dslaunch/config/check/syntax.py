@@ -7,7 +7,6 @@ from typing import Any
 
 from dslaunch.config.check.context import Checker
 from dslaunch.config.hjson_reader import Document, HjsonError
-from dslaunch.config.schema import find_key
 from dslaunch.core.finding import Edit, Finding, KeyPath
 
 _PLACEHOLDER = re.compile(r"\$\{?\w+\}?|\{\{.*?\}\}|\{%.*?%\}|^<[^<>]+>$")
@@ -125,8 +124,3 @@ def _check_strictness(checker: Checker) -> None:
                 (Edit("set", ()),),
             )
         )
-
-
-def looks_like_deepspeed(value: Any) -> bool:
-    """Whether a mapping has at least one key that DeepSpeed knows."""
-    return isinstance(value, dict) and any(find_key(str(name)) is not None for name in value)
