@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from dslaunch.core.errors import ConfigError
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.train import dist
 from dslaunch.train.checkpoint import rng
 from dslaunch.train.checkpoint.leftovers import restore_replaced
 from dslaunch.train.checkpoint.manifest import Manifest, candidates, find_fault, read_manifest
 from dslaunch.train.checkpoint.pickles import check_pickle
-from dslaunch.train.checkpoint.trained import trainable_shapes
+from dslaunch.train.checkpoint.trained import are_same_sums, trainable_shapes, weight_sums
 from dslaunch.train.engine import Engine
 
 Note = Callable[[str], None]
@@ -60,6 +60,7 @@ def restore_checkpoint(engine: Engine, path: Path) -> Manifest:
 
     Raises ConfigError, with the engine untouched, where world size, ZeRO stage, precision or
     trained parameters differ from those saved, or a file refers to what DeepSpeed does not pickle.
+    Raises EnvironmentNotReady where the weights are other ones after loading than they were.
     """
     manifest = read_manifest(path)
     _check_fits(engine, path, manifest)
@@ -70,6 +71,7 @@ def restore_checkpoint(engine: Engine, path: Path) -> Manifest:
         )
     if loaded is None:  # DeepSpeed's way to say that it found nothing
         raise ConfigError(f"DeepSpeed loaded nothing from {path}")
+    _check_weights(engine, path, manifest)
     rng.load_rng(path, engine.rank)
     return manifest
 
@@ -109,6 +111,23 @@ def _check_pickles(engine: Engine, path: Path, manifest: Manifest) -> None:
     problem = _agreed(problem)
     if problem is not None:
         raise ConfigError(problem, hint="the file may run code when loaded: find out where it comes from")
+
+
+def _check_weights(engine: Engine, path: Path, manifest: Manifest) -> None:
+    """What DeepSpeed has loaded is what was saved: it drops what it finds no place for without a word."""
+    if not manifest.weight_sums:
+        return
+    here = weight_sums(engine.module)
+    same = are_same_sums(manifest.weight_sums[engine.rank], here)
+    if _agreed(None if same else f"{here} instead of {manifest.weight_sums[engine.rank]}") is None:
+        return
+    import deepspeed
+
+    raise EnvironmentNotReady(
+        f"the trained weights are other ones after loading {path} than they were when it was saved",
+        hint=f"DeepSpeed {manifest.deepspeed_version} saved it and {deepspeed.__version__} loaded it: "
+        "use the one of constraints.txt",
+    )
 
 
 def _check_fits(engine: Engine, path: Path, manifest: Manifest) -> None:

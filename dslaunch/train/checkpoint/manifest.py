@@ -35,6 +35,7 @@ class Manifest:
     ``trainable_only``: frozen parameters are not in the checkpoint (adapters).
     ``extra``: what the caller of ``save_checkpoint`` gave, plain JSON.
     ``files``: path inside the checkpoint -> entry, all files but the manifest.
+    ``weight_sums``: of each rank, what ``trained.weight_sums`` gave; empty in older checkpoints.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Manifest:
     trainable: Mapping[str, tuple[int, ...]]
     extra: Mapping[str, Any]
     files: Mapping[str, FileEntry]
+    weight_sums: tuple[tuple[float, float] | None, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> dict[str, Any]:
@@ -70,8 +72,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         files = {name: FileEntry(**entry) for name, entry in value.pop("files").items()}
         trainable = {name: tuple(shape) for name, shape in value.pop("trainable").items()}
-        return Manifest(files=files, trainable=trainable, **value)
-    except (AttributeError, KeyError, TypeError) as error:
+        sums = tuple(None if pair is None else (pair[0], pair[1]) for pair in value.pop("weight_sums", ()))
+        return Manifest(files=files, trainable=trainable, weight_sums=sums, **value)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a manifest: {error}") from None
 
 

@@ -27,7 +27,7 @@ from dslaunch.train.checkpoint.manifest import (
     list_files,
     read_manifest,
 )
-from dslaunch.train.checkpoint.trained import has_frozen, trainable_shapes
+from dslaunch.train.checkpoint.trained import has_frozen, trainable_shapes, weight_sums
 from dslaunch.train.engine import Engine
 
 # What torch.save says when it cannot write: caffe2/serialize/inline_container.cc and C++ streams.
@@ -71,9 +71,9 @@ def save_checkpoint(
         rng.save_rng(temporary, engine.rank)
     dist.barrier(f"the end of writing the checkpoint of step {step}")
     with _write_errors(temporary):
-        files = _hash_shared_out(engine, temporary)
+        manifest = _manifest(engine, step, extra, _hash_shared_out(engine, temporary))
         if engine.rank == 0:
-            write_json(temporary / MANIFEST, _manifest(engine, step, extra, files).to_json())
+            write_json(temporary / MANIFEST, manifest.to_json())
             _publish(root, temporary, root / name)
             _prune(root, step, keep)
     dist.barrier(f"the checkpoint of step {step} being published")
@@ -132,6 +132,7 @@ def _hash_shared_out(engine: Engine, temporary: Path) -> dict[str, FileEntry]:
 
 
 def _manifest(engine: Engine, step: int, extra: dict[str, Any], files: dict[str, FileEntry]) -> Manifest:
+    """What is known of the checkpoint, the same on every rank. Collective."""
     import deepspeed
 
     return Manifest(
@@ -144,6 +145,7 @@ def _manifest(engine: Engine, step: int, extra: dict[str, Any], files: dict[str,
         trainable=trainable_shapes(engine.module),
         extra=extra,
         files=files,
+        weight_sums=tuple(dist.gather_objects(weight_sums(engine.module))),
     )
 
 
