@@ -35,7 +35,7 @@ class Launched:
     def __init__(
         self,
         options: Sequence[str],
-        command: Sequence[str | bytes],
+        command: Sequence[str | bytes] | None,
         *,
         run_dir: Path,
         env: Mapping[str, str] | None = None,
@@ -45,8 +45,9 @@ class Launched:
         self.run_dir = run_dir
         self.mark = uuid.uuid4().hex
         argv = [*prefix, sys.executable, "-m", "dslaunch", "launch", "--run-dir", str(run_dir), *options]
+        words = [] if command is None else ["--", *command]
         self.process = subprocess.Popen(
-            [*argv, "--", *command],
+            [*argv, *words],
             env={**os.environ, **(env or {}), _MARK: self.mark},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -107,6 +108,17 @@ class Launched:
     def nothing_left(self) -> None:
         """Fails where a process of this launch still lives."""
         wait_until(lambda: not self.alive(), f"processes {self.alive()} left behind", 15.0)
+
+
+def rank_pid(rank: int, mark: bytes) -> int:
+    """Process id, as this machine sees it, of a rank on another host with ``mark`` (K=V) in its environment."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                environ = (entry / "environ").read_bytes().split(b"\0")
+                if f"RANK={rank}".encode() in environ and mark in environ:
+                    return int(entry.name)
+    raise AssertionError(f"rank {rank} does not run")
 
 
 def python(code: str, *words: str) -> list[str]:

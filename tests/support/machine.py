@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 
 CANNOT_RUN = "cannot run here: "
@@ -19,10 +21,17 @@ def _has_program(*names: str) -> bool:
     return all(shutil.which(name, path=path) for name in names)
 
 
+@functools.cache
+def _can_make_namespaces() -> bool:
+    made = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, check=False)
+    return os.geteuid() == 0 and made.returncode == 0
+
+
 # What `@pytest.mark.needs(NAME)` may name: how to find out, and what to say when it is missing.
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "root": (lambda: os.geteuid() == 0, "needs root (network namespaces)"),
     "sshd": (lambda: _has_program("sshd", "ssh", "ip"), "needs sshd, ssh and ip (openssh-server, iproute2)"),
+    "namespaces": (_can_make_namespaces, "needs the right to make network namespaces"),
     "slurm": (
         lambda: _has_program("slurmctld", "slurmd", "sbatch"),
         "needs Slurm (slurmctld, slurmd, sbatch)",

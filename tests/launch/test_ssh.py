@@ -1,0 +1,224 @@
+"""Launches over real ssh on three hosts: what ranks are given, what happens when something dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import Launched, python, rank_pid, wait_until
+from tests.testbed.hosts import Testbed
+
+pytestmark = pytest.mark.needs("root", "sshd", "namespaces")
+
+SHOW = "import json; print(json.dumps({k: v for k, v in os.environ.items()}), flush=True)"
+# Ranks that note that they run and then wait; rank 1 is on the second host.
+WAIT = "touch(f'up-{rank}'); time.sleep(300)"
+Over = Callable[..., Launched]
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
+    with Testbed(3, tmp_path_factory.mktemp("testbed")) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def over(bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Over]:
+    """``over(code, *options)`` runs Python code once on each host, started on the control host."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("".join(f"{name} slots=1\n" for name in bed.names))
+    with ExitStack() as stack:
+
+        def start(code: str, *options: str, run_dir: str = "run", hostfile: str = "hosts") -> Launched:
+            flags = ["--hostfile", hostfile, "--gpu", "cpu", *options]
+            launched = Launched(flags, python(code), run_dir=tmp_path / run_dir, prefix=bed.hub())
+            return stack.enter_context(launched)
+
+        yield start
+    for name in bed.names:
+        assert bed.programs(name) == [], f"left behind on {name}"
+
+
+def up(*ranks: int) -> None:
+    wait_until(lambda: all(Path(f"up-{rank}").exists() for rank in ranks), f"ranks {ranks} are up")
+
+
+def nothing_left(bed: Testbed, within_s: float = 15.0) -> None:
+    left = {name: bed.programs(name) for name in bed.names}
+    wait_until(
+        lambda: not any(left.update({n: bed.programs(n)}) or left[n] for n in bed.names),
+        f"left on hosts: {left}",
+        within_s,
+    )
+
+
+def pid_of(launched: Launched, rank: int) -> int:
+    return rank_pid(rank, f"DSLAUNCH_TEST_ID={launched.mark}".encode())
+
+
+def test_each_rank_has_its_place_and_the_address_of_rank_0(bed: Testbed, over: Over) -> None:
+    launched = over(SHOW, "--env", 'SAID=it\'s "so" $HOME %n')
+    code, out, err = launched.wait()
+    assert code == 0, err
+    environments = [json.loads(Path(f"run/logs/rank-{rank}.log").read_text()) for rank in range(3)]
+    for rank, env in enumerate(environments):
+        wanted = {
+            "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1",
+            "NODE_RANK": str(rank), "MASTER_ADDR": bed.address("node1"), "GLOO_SOCKET_IFNAME": "eth0",
+            "DS_ACCELERATOR": "cpu", "PYTHONNOUSERSITE": "1", "SAID": "it's \"so\" $HOME %n",
+        }  # fmt: skip
+        assert {name: env[name] for name in wanted} == wanted
+    assert len({env["MASTER_PORT"] for env in environments}) == 1
+    assert json.loads(out)["RANK"] == "0"
+
+
+def test_login_noise_does_no_harm(bed: Testbed, over: Over) -> None:
+    bed.bashrc("node2", "echo welcome; echo '{\"event\": 1}'; echo careful >&2; printf 'no newline'")
+    try:
+        code, _, err = over("print('here')").wait()
+    finally:
+        bed.bashrc("node2", "")
+    assert code == 0, err
+    assert Path("run/logs/rank-1.log").read_text() == "here\n"
+
+
+def test_no_environment_and_no_secret_on_a_command_line(
+    bed: Testbed, over: Over, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "s3cret-value")
+    with over(WAIT, "--env", "MY_TOKEN") as launched:
+        up(0, 1, 2)
+        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+        assert not [line for line in lines if b"s3cret-value" in line]
+        environ = Path(f"/proc/{pid_of(launched, 1)}/environ").read_bytes()
+        assert b"MY_TOKEN=s3cret-value" in environ.split(b"\0")
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.wait()[0] == 143
+    assert "s3cret-value" not in Path("run/plan.json").read_text()
+
+
+def test_a_killed_rank_is_named_and_ends_all(bed: Testbed, over: Over) -> None:
+    launched = over(WAIT)
+    up(0, 1, 2)
+    killed_at = time.monotonic()
+    os.kill(pid_of(launched, 1), signal.SIGKILL)
+    code, _, err = launched.wait()
+    assert code == 137
+    assert "rank 1 on node2 failed first: it was killed by signal 9 (SIGKILL" in err
+    assert launched.events("rank_exit")[0]["rank"] == 1
+    assert time.monotonic() - killed_at < 30  # no collective tells the others: only we do
+
+
+def test_an_exception_on_one_host(bed: Testbed, over: Over) -> None:
+    code, _, err = over("if rank == 2: raise ValueError('on purpose')\ntime.sleep(300)").wait()
+    assert code == 1
+    assert "rank 2 on node3 failed first: it exited with code 1" in err
+    assert "ValueError: on purpose" in err
+
+
+def test_a_host_that_loses_power(bed: Testbed, over: Over) -> None:
+    launched = over(WAIT)
+    up(0, 1, 2)
+    bed.power_off("node3")
+    try:
+        code, _, err = launched.wait()
+        assert code == 77
+        assert "node3" in launched.events("host_lost")[0]["host"]
+        assert "dslaunch: host node3 was lost" in err
+    finally:
+        bed.boot("node3")
+        bed.wait_for_ssh("node3")
+
+
+def test_a_cable_that_is_cut(bed: Testbed, over: Over, tmp_path: Path) -> None:
+    dry = over(WAIT, "--dry-run", "--json")
+    code, out, err = dry.wait()
+    assert code == 0, err
+    plan = json.loads(out)["plan"]
+    plan["launch"]["host_timeout_s"] = 3.0
+    Path("plan.json").write_text(json.dumps(plan))
+    launched = Launched(["--plan", "plan.json"], None, run_dir=tmp_path / "run", prefix=bed.hub())
+    with launched:
+        up(0, 1, 2)
+        bed.cut("node2")
+        cut_at = time.monotonic()
+        try:
+            code, _, err = launched.wait()
+            assert code == 77
+            assert "no sign of life from node2 for 3 s" in err
+            # Behind the cut cable the agent gives up too.
+            wait_until(lambda: not bed.programs("node2"), "the agent on node2 stops its rank", 20.0)
+        finally:
+            bed.plug("node2")
+    assert time.monotonic() - cut_at < 60
+
+
+@pytest.mark.parametrize(
+    ("number", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_cancel_ends_every_host(bed: Testbed, over: Over, number: int, wanted: int) -> None:
+    launched = over(WAIT)
+    up(0, 1, 2)
+    launched.process.send_signal(number)
+    assert launched.wait()[0] == wanted
+
+
+def test_a_killed_launcher_leaves_nothing(bed: Testbed, over: Over) -> None:
+    launched = over("signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAIT)
+    up(0, 1, 2)
+    assert all(bed.programs(name) for name in bed.names)
+    launched.process.kill()
+    launched.process.wait()
+    nothing_left(bed, 30.0)
+
+
+def test_two_jobs_side_by_side(bed: Testbed, over: Over) -> None:
+    first = over(WAIT)
+    up(0, 1, 2)
+    second = over("touch(f'second-{rank}'); time.sleep(300)", run_dir="run2")
+    wait_until(lambda: Path("second-2").exists(), "the second job is up")
+    first.process.send_signal(signal.SIGINT)
+    assert first.wait()[0] == 130
+    assert second.process.poll() is None
+    assert pid_of(second, 2)
+    second.process.send_signal(signal.SIGINT)
+    assert second.wait()[0] == 130
+
+
+def test_hosts_that_cannot_be_used_are_all_named_and_nothing_starts(bed: Testbed, over: Over) -> None:
+    Path("some").write_text("node1 slots=1\nnode2 slots=1\nnowhere slots=1\nnode3:2200 slots=1\n")
+    code, _, err = over("touch('started')", hostfile="some").wait()
+    assert code == 3
+    assert "2 of 4 hosts cannot be used; nothing was started:" in err
+    assert "nowhere: " in err
+    assert "Could not resolve hostname nowhere" in err
+    assert "Connection refused" in err
+    assert "--exclude nowhere@node3" in err
+    assert not Path("started").exists()
+
+
+def test_a_program_that_one_host_has_not(bed: Testbed, over: Over, tmp_path: Path) -> None:
+    launched = Launched(
+        ["--hostfile", "hosts", "--gpu", "cpu"],
+        ["/dev/shm/only-here"],
+        run_dir=tmp_path / "run",
+        prefix=bed.hub(),
+    )
+    with launched:
+        code, _, err = launched.wait()
+    assert code == 3
+    assert "no program /dev/shm/only-here" in err
+    assert "3 of 3 hosts cannot be used; nothing was started:" in err
+
+
+def test_filters_choose_hosts(bed: Testbed, over: Over) -> None:
+    code, _, err = over("print(os.uname().nodename)", "--exclude", "node1").wait()
+    assert code == 0, err
+    assert [Path(f"run/logs/rank-{r}.log").read_text() for r in range(2)] == ["node2\n", "node3\n"]
