@@ -111,7 +111,7 @@ class Launched:
 
 
 def rank_pid(rank: int, mark: bytes) -> int:
-    """Process id, as this machine sees it, of a rank on another host with ``mark`` (K=V) in its environment."""
+    """Process id, as this machine sees it, of a rank elsewhere with ``mark`` (K=V) in its environment."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
