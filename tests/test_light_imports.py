@@ -13,6 +13,7 @@ from dslaunch.cli.main import VERBS
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 RUN_FILE = REPO_ROOT / "examples" / "quickstart.yaml"
+TEMPLATE = REPO_ROOT / "templates" / "deepspeed" / "ds_config.json.j2"
 DS_CONFIG = REPO_ROOT / "tests" / "golden" / "ds_config" / "a100-bf16-accumulation-stage3.json"
 
 # Of these, the first costs seconds; none has a place on a login node.
@@ -76,6 +77,7 @@ def test_help_of_a_verb_imports_click_alone(verb: str) -> None:
         ("gen-config", str(RUN_FILE)),
         ("gen-config", "--zero-stage", "2", "--num-gpus-per-node", "2", "--precision", "fp32",
          "--train-batch-size", "8", "--lr", "1e-4"),
+        ("gen-config", str(RUN_FILE), "--template", str(TEMPLATE), "--set", "deepspeed.steps_per_print=9"),
         ("plan", str(RUN_FILE)),
         ("launch", str(RUN_FILE), "--dry-run"),
         ("template", "list"),

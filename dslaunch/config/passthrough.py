@@ -17,6 +17,7 @@ from dslaunch.config.check import Target, check_value
 from dslaunch.config.nested import Path, holds, leaves
 from dslaunch.config.rendered import place_of
 from dslaunch.config.report import Report
+from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import Fp16Spec, OptimizerParamsSpec, OptimizerSpec
 from dslaunch.core.devices import Device
 from dslaunch.core.errors import ConfigError
@@ -29,7 +30,7 @@ _FREE = {("zero_allow_untested_optimizer",), ("communication_data_type",)}
 _RISKS = ("initial-scale", "min-loss-scale", "no-loss-scaling")
 # What is said, or refused for scripts that are not ours, where the plan is made.
 _SAID_BEFORE = ("fp16-stage-0", "device")
-_OWN_SECTION = {"scheduler": "scheduler:", "bfloat16": "precision: bf16", "torch_autocast": "precision:"}
+_OWN_KEYS = {"scheduler": "scheduler", "bfloat16": "precision: bf16", "torch_autocast": "precision"}
 # Sections that the run file decides as a whole: path in DeepSpeed's JSON -> the spec with its own keys.
 _DECIDED: dict[Path, tuple[str, type[BaseModel] | None]] = {
     ("fp16",): ("fp16", Fp16Spec),
@@ -78,7 +79,8 @@ def check_additions(
     places = _Places(additions, report)
     overrides = report.loaded.spec.deepspeed
     for extra in (overrides, additions.config if additions.rendered else {}):
-        for path, message, hint in find_contradictions(extra, additions.precision, additions.values):
+        rules = _Rules(additions, with_run_file=isinstance(report.loaded.spec, RunSpec))
+        for path, message, hint in rules.find(extra):
             places.fail(path, f"{key_text(path)}: {message}", hint)
     known = {(finding.code, finding.message) for finding in of_plan}
     for finding in _find_faults(final, target):
@@ -124,46 +126,47 @@ class _Places:
             self.report.add("deepspeed_template", ConfigError(f"{place}: {message}", hint=hint))
 
 
-def find_contradictions(
-    extra: Mapping[str, Any], precision: Precision, planned: Mapping[Path, Any]
-) -> list[tuple[Path, str, str]]:
-    """Where ``extra`` says something else than the run file: key path, what, and a hint.
-
-    ``planned``: every key of the JSON that the run file decides, with its value.
-    What says the same is let be.
-    """
-    rules = _Rules(precision, planned)
-    for path, value in leaves(extra):
-        rules.look_at(path, value)
-    return [(path, message, hint) for path, (message, hint) in rules.found.items()]
-
-
 class _Rules:
-    """Collects the first problem of each key, as the rest of a message and a hint."""
+    """What says something else than the run file, or the flags in its place. What says the same is let be."""
 
-    def __init__(self, precision: Precision, planned: Mapping[Path, Any]) -> None:
-        self.precision = precision
-        self.planned = planned
-        self.stage: int = planned[("zero_optimization", "stage")]
+    def __init__(self, additions: Additions, *, with_run_file: bool) -> None:
+        self.precision = additions.precision
+        self.planned = additions.values
+        self.stage: int = additions.values[("zero_optimization", "stage")]
+        self.with_run_file = with_run_file
+        self.source = "the run file" if with_run_file else "the flags"
         self.found: dict[Path, tuple[str, str]] = {}
+
+    def find(self, extra: Mapping[str, Any]) -> list[tuple[Path, str, str]]:
+        """Key path, the rest of a message and a hint: the first problem of each key of ``extra``."""
+        for path, value in leaves(extra):
+            self.look_at(path, value)
+        return [(path, message, hint) for path, (message, hint) in self.found.items()]
 
     def fail(self, path: Path, message: str, hint: str) -> None:
         self.found.setdefault(path, (message, hint))
 
     def look_at(self, path: Path, value: Any) -> None:
         if value == "auto" and path in self.planned:
-            self.fail(path, "auto is a word of the Hugging Face Trainer", "remove it; the run file has it")
-        elif path[0] in _OWN_SECTION:
-            self.fail(path[:1], "the run file has its own key for it", f"use {_OWN_SECTION[path[0]]}")
+            self.fail(path, "auto is a word of the Hugging Face Trainer", "remove it; it is set elsewhere")
+        elif path[0] == "scheduler" and not self.with_run_file:
+            return  # a script of one's own leaves the schedule to DeepSpeed or not
+        elif path[0] in _OWN_KEYS:
+            key = _OWN_KEYS[path[0]]
+            self.fail(path[:1], "dslaunch has its own key for it", self.set_it(key))
         elif path[0] == "data_types":
             self.data_type(path, value)
         elif path not in _FREE and not (path in self.planned and _same(self.planned[path], value)):
             if (owner := self.owner(path)) is not None:
-                planned = repr(self.planned.get(path, "the run file"))
-                message = f"{value!r} contradicts {planned} of the run file"
-                self.fail(path, message, f"set {owner} in the run file itself")
+                planned = f"{self.planned[path]!r} of {self.source}" if path in self.planned else self.source
+                self.fail(path, f"{value!r} contradicts {planned}", self.set_it(owner))
             elif section := next((part for part in _DECIDED if path[: len(part)] == part), None):
                 self.decided(path, section)
+
+    def set_it(self, key: str) -> str:
+        if self.with_run_file:
+            return f"set {key} in the run file itself"
+        return f"use its flag, or --set {key}=..."
 
     def owner(self, path: Path) -> str | None:
         """The run-file key to use in place of a planned value; None where it is not one."""
@@ -181,9 +184,11 @@ class _Rules:
         """A further key of a section that is wholly the run file's."""
         owner, spec = _DECIDED[section]
         near = _nearest(path[len(section)], spec.model_fields) if spec and len(path) > len(section) else None
-        own = f"write {owner}.{near} in the run file itself"
-        hint = own if near else f"remove it; the run file has {owner}"
-        self.fail(path, f"{'.'.join(section)} is decided by the run file itself", hint)
+        if near:
+            hint = self.set_it(f"{owner}.{near}")
+        else:
+            hint = f"remove it; {owner} takes {', '.join(spec.model_fields)}" if spec else "remove it"
+        self.fail(path, f"{'.'.join(section)} is decided by {self.source}", hint)
 
     def data_type(self, path: Path, value: Any) -> None:
         """A type besides the model's: fp32 to sum gradients in is the only one."""

@@ -44,8 +44,9 @@ def render_ds_config(
             config = parse_rendered(rendered)
         except ConfigError as error:
             report.add("deepspeed_template", error)
-            return planned
-        wrong = compare_with_plan(config, engine, rendered)
+            rendered = None
+        if rendered is not None:
+            wrong = compare_with_plan(config, engine, rendered)
         for problem in wrong.values():
             report.add("deepspeed_template", problem)
     final = merge(config, report.loaded.spec.deepspeed)
@@ -106,7 +107,9 @@ def compare_with_plan(
         elif type(found[path]) is not type(value) or found[path] != value:
             there = json.dumps(found[path], ensure_ascii=False)
             message = f"{place_of(rendered, path)}: {key} is {there}; the plan says {json.dumps(value)}"
-            problems[path] = ConfigError(message, hint=f"write {write} here, and the value in the run file")
+            problems[path] = ConfigError(
+                message, hint=f"write {write} here; the value comes from the run file or a flag"
+            )
     return problems
 
 

@@ -366,3 +366,23 @@ def test_an_inventory_of_the_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 2
     assert "--inventory: inventory not found" in err
     assert "inv.json?" in err
+
+
+def test_a_script_of_ones_own_may_leave_the_schedule_to_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--num-gpus-per-node", "2", "--gpu", "a100", "--train-batch-size", "8", "--set")
+    schedule = "{type: WarmupLR, params: {warmup_num_steps: 10, warmup_max_lr: 2.0e-5}}"
+    assert config(capsys, *flags, f"deepspeed.scheduler={schedule}")["scheduler"]["type"] == "WarmupLR"
+    code, _, err = run(capsys, *flags, "deepspeed.scheduler={type: WarmupLr, params: {}}")
+    assert code == 2
+    assert "--set: deepspeed.scheduler.type: WarmupLr is no schedule of DeepSpeed" in err
+    code, _, err = run(capsys, *flags, "deepspeed.optimizer.params.lr=1")
+    assert "--set: deepspeed.optimizer.params.lr: 1 contradicts 2e-05 of the flags" in err
+    assert "hint: use its flag, or --set optimizer.lr=..." in err
+
+
+def test_a_broken_template_does_not_hide_other_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my.j2").write_text("{{")
+    code, _, err = run(capsys, *OWN_SCRIPT, "my.j2", "--set", "deepspeed.steps_per_print=ten")
+    assert code == 2
+    assert "Error: my.j2:1: " in err
+    assert "Error: --set: deepspeed.steps_per_print: " in err

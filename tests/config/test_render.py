@@ -116,8 +116,8 @@ def test_what_every_json_has(name: str) -> None:
         ("deepspeed: {zero_optimization: 3}", "zero_optimization: 3 contradicts", "set zero_optimization in"),
         ("deepspeed: {optimizer: {params: {lr: 3}}}", "lr: 3 contradicts 2e-05", "set optimizer.lr in"),
         ("deepspeed: {optimizer: {type: Lamb}}", "contradicts 'AdamW'", "set optimizer.type in"),
-        ("deepspeed: {scheduler: {type: WarmupLR}}", "the run file has its own key for it", "use scheduler:"),
-        ("deepspeed: {bfloat16: {enabled: true}}", "the run file has its own key for it", "precision: bf16"),
+        ("deepspeed: {scheduler: {type: WarmupLR}}", "dslaunch has its own key for it", "set scheduler in"),
+        ("deepspeed: {bfloat16: {enabled: true}}", "dslaunch has its own key for it", "precision: bf16"),
         (
             "deepspeed: {zero_optimization: {stage3_max_live_parameters: 5}}",
             "acts at stage 3 only; the stage is 2",
@@ -182,17 +182,17 @@ def test_overrides_cannot_contradict_the_run_file(written: str, message: str, hi
         ("sequence_parallel_size: 3", "does not divide the world size 1", None),
         (
             "optimizer: {params: {foo: 1}}",
-            "optimizer.params.foo: optimizer.params is decided by the run file itself",
-            "remove it; the run file has optimizer.params",
+            "optimizer.params.foo: optimizer.params is decided by the run file",
+            "remove it; optimizer.params takes betas, eps",
         ),
-        ("optimizer: {params: {momentum: 0.9}}", "params.momentum: ", "write optimizer.params.momentum in"),
+        ("optimizer: {params: {momentum: 0.9}}", "params.momentum: ", "set optimizer.params.momentum in"),
         ("optimizer: {legacy_fusion: true}", "optimizer.legacy_fusion: optimizer is decided", None),
-        ("fp16: {loss_scale: 128}", "fp16.loss_scale: fp16 is decided", "write fp16.loss_scale in the"),
+        ("fp16: {loss_scale: 128}", "fp16.loss_scale: fp16 is decided", "set fp16.loss_scale in the"),
         ("bf16: {immediate_grad_update: true}", "bf16.immediate_grad_update: bf16 is decided", None),
         (
             "torch_autocast: {enabled: true, dtype: bfloat16}",
-            "torch_autocast: the run file",
-            "use precision:",
+            "torch_autocast: dslaunch has its own",
+            "set precision in",
         ),
         ("data_types: {grad_accum_dtype: fp16}", "'fp16' does not go with precision fp32", "write fp32, or"),
         ("data_types: {param_dtype: bf16}", "'bf16' does not go with precision fp32", None),
@@ -297,7 +297,7 @@ def test_a_copy_of_our_template_gives_the_same() -> None:
         (
             'include "deepspeed/precision',
             '"fp16": {"enabled": false, "loss_scale": 0},\n  "bf16": {"enabled": false},',
-            "my.j2:10: fp16.loss_scale: fp16 is decided by the run file itself",
+            "my.j2:10: fp16.loss_scale: fp16 is decided by the run file",
         ),
         (
             'include "deepspeed/zero',
@@ -317,7 +317,7 @@ def test_a_copy_of_our_template_gives_the_same() -> None:
         (
             '"gradient_clipping"',
             '"gradient_clipping": 1.0,\n  "scheduler": {},',
-            "my.j2:10: scheduler: the run file has its own key for it",
+            "my.j2:10: scheduler: dslaunch has its own key for it",
         ),
     ],
 )
