@@ -46,7 +46,7 @@ class Additions:
 
     ``planned``: what our own template gives, ``values``: every key that the plan decides.
     ``rendered`` and ``config``: the user's template where there is one, else None and ``planned``;
-    ``wrong``: its keys that say something else than the plan, which are reported already.
+    ``wrong``: what is wrong with that template so far, by key.
     """
 
     planned: dict[str, Any]
@@ -54,7 +54,7 @@ class Additions:
     precision: Precision
     rendered: Rendered | None
     config: dict[str, Any]
-    wrong: list[Path]
+    wrong: dict[Path, ConfigError]
 
 
 def check_additions(
@@ -66,6 +66,8 @@ def check_additions(
     devices: Sequence[Device] | None,
 ) -> None:
     """Put into ``report`` what is wrong with ``final`` at the line that brought it in.
+
+    What a user's template brought in goes to ``additions.wrong``.
 
     What ``check`` finds in the plan itself is a problem too, but a loss scale that it calls
     risky is only said: it is what was asked for.
@@ -123,7 +125,7 @@ class _Places:
             self.report.fail("deepspeed", f"deepspeed: with it, {message}", hint)
         else:
             place = place_of(self.additions.rendered, path)
-            self.report.add("deepspeed_template", ConfigError(f"{place}: {message}", hint=hint))
+            self.additions.wrong[path] = ConfigError(f"{place}: {message}", hint=hint)
 
 
 class _Rules:

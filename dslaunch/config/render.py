@@ -9,7 +9,7 @@ from typing import Any
 from dslaunch.config.engine_plan import EnginePlan
 from dslaunch.config.facts import Facts
 from dslaunch.config.nested import Path, leaves, merge
-from dslaunch.config.rendered import parse_rendered, place_of
+from dslaunch.config.rendered import in_order, parse_rendered, place_of
 from dslaunch.config.report import Report
 from dslaunch.core.devices import Device
 from dslaunch.core.errors import ConfigError, ConfigErrors
@@ -32,33 +32,37 @@ def render_ds_config(
     ConfigError(s) where our own template gives no JSON or says something else than the plan.
     """
     ours = render_template(TEMPLATE, engine.context())
-    config = planned = parse_rendered(ours)
-    if wrong := compare_with_plan(config, engine, ours):
+    planned = parse_rendered(ours)
+    if wrong := compare_with_plan(planned, engine, ours):
         raise ConfigErrors(list(wrong.values()))
-    rendered = None
-    if facts.template_problem is not None:
-        report.add("deepspeed_template", facts.template_problem)
-    if facts.template is not None:
-        try:
-            rendered = render_template(facts.template, engine.context())
-            config = parse_rendered(rendered)
-        except ConfigError as error:
-            report.add("deepspeed_template", error)
-            rendered = None
-        if rendered is not None:
-            wrong = compare_with_plan(config, engine, rendered)
-        for problem in wrong.values():
-            report.add("deepspeed_template", problem)
+    rendered, config = _render_own(engine, report, facts) or (None, planned)
+    if rendered is not None:
+        wrong = compare_with_plan(config, engine, rendered)
     final = merge(config, report.loaded.spec.deepspeed)
     if final != planned or _may_be_risky(engine):
         # Not imported for nothing: a thirtieth of a second, a tenth of the whole command.
         from dslaunch.config.passthrough import Additions, check_additions
 
-        additions = Additions(
-            planned, planned_values(engine), engine.precision, rendered, config, list(wrong)
-        )
+        additions = Additions(planned, planned_values(engine), engine.precision, rendered, config, wrong)
         check_additions(additions, final, report, world_size=engine.batch.world_size, devices=devices)
+    if rendered is not None:
+        for problem in in_order(rendered, wrong.values()):
+            report.add("deepspeed_template", problem)
     return final
+
+
+def _render_own(engine: EnginePlan, report: Report, facts: Facts) -> tuple[Rendered, dict[str, Any]] | None:
+    """The user's template rendered and parsed; None where there is none, or none that gives JSON."""
+    try:
+        if facts.template_problem is not None:
+            raise facts.template_problem
+        if facts.template is None:
+            return None
+        rendered = render_template(facts.template, engine.context())
+        return rendered, parse_rendered(rendered)
+    except ConfigError as error:
+        report.add("deepspeed_template", error)
+        return None
 
 
 def to_text(config: Mapping[str, Any]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from dslaunch.config.nested import Path
@@ -52,6 +54,17 @@ def place_of(rendered: Rendered, path: Path) -> str:
             return rendered.place(keys[path])
         path = path[:-1]
     return rendered.name
+
+
+def in_order(rendered: Rendered, problems: Iterable[ConfigError]) -> list[ConfigError]:
+    """Problems of a template by its lines; first those of no line, or of a part that it includes."""
+    place = re.compile(re.escape(rendered.name) + r":(\d+): ")
+
+    def line(problem: ConfigError) -> int:
+        match = place.match(problem.message)
+        return int(match[1]) if match else 0
+
+    return sorted(problems, key=line)
 
 
 class _NotStrictError(ValueError):

@@ -350,8 +350,8 @@ def test_all_that_is_wrong_with_a_template_is_shown_at_once() -> None:
         '"train_batch_size": {{', '"train_batch_size": 1{{'
     )
     assert [message.split(";")[0] for message in wrong_lines(text)] == [
-        "my.j2:5: train_batch_size is 18",
         "my.j2: gradient_clipping is missing",
+        "my.j2:5: train_batch_size is 18",
         "my.j2:9: step_per_print: is no key of DeepSpeed",
     ]
 
