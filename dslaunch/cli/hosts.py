@@ -105,8 +105,9 @@ def _resolve(file: str | None, flags: dict[str, Any]) -> ResolvedHosts:
     facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
     if path == "-":
         facts = _with_stdin(facts)
-    if facts.hostfile_problem is not None:
-        raise facts.hostfile_problem
+    for problem in (facts.hostfile_problem, facts.allocation_problem):
+        if problem is not None:
+            raise problem
     return resolve_hosts(loaded.spec.cluster, facts)
 
 
@@ -120,4 +121,5 @@ def _with_stdin(facts: Facts) -> Facts:
 
     hosts = parse_all(decode(sys.stdin.buffer.read(), "<stdin>"), "<stdin>")
     fact = PathFact("file", "stdin")
-    return dataclasses.replace(facts, hosts=hosts, hostfile_problem=None, paths={"cluster.hostfile": fact})
+    paths = {"cluster.hostfile": fact}
+    return dataclasses.replace(facts, hosts=hosts, allocation_problem=None, paths=paths)

@@ -208,13 +208,15 @@ def _command_ranks(
     request: LaunchRequest,
 ) -> tuple[Literal["cpu", "cuda"], Topology, Literal["local", "ssh"]]:
     """Device type, hosts and the way to reach them, from flags alone."""
+    from dslaunch.core.allocation import probe_allocation
     from dslaunch.core.errors import ConfigError
 
     if request.via not in (None, "auto", "local", "ssh"):
         raise ConfigError(f"--via {request.via!r} is not one of auto, local, ssh")
     names = ("hostfile", "include", "exclude", "num_nodes", "gpu", "inventory")
     flags = {name: getattr(request, name) for name in names}
-    if all(value is None for value in flags.values()):
+    job = None if request.via == "local" or request.hostfile is not None else probe_allocation(os.environ)
+    if job is None and all(value is None for value in flags.values()):
         return *_local_ranks(request.num_gpus_per_node), "local"
 
     from dslaunch.cli.options import flag_overrides
@@ -223,7 +225,9 @@ def _command_ranks(
     from dslaunch.config.load import load_flags
 
     loaded = load_flags((), flag_overrides({**flags, "num_gpus_per_node": request.num_gpus_per_node}))
-    facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
+    facts = dataclasses.replace(
+        probe_facts(loaded, cwd=Path.cwd(), environ=os.environ), allocation=job, allocation_problem=None
+    )
     for problem in (facts.hostfile_problem, facts.inventory_problem):
         if problem is not None:
             raise problem

@@ -93,6 +93,8 @@ def _resolve_hosts(spec: EngineSpec, facts: Facts, report: Report) -> ResolvedHo
         report.add("cluster.inventory", facts.inventory_problem)
     if facts.hostfile_problem is not None:
         report.add("cluster.hostfile", facts.hostfile_problem)
+    elif facts.allocation_problem is not None:
+        report.add("cluster", facts.allocation_problem)
     elif known and facts.inventory_problem is None:
         with report.catching("cluster"):
             return resolve_hosts(spec.cluster, facts, runs_here=isinstance(spec, RunSpec))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.spec import RunSpec
+from dslaunch.core.allocation import Allocation, probe_allocation
 from dslaunch.core.data_files import DATA_SUFFIXES, OTHER_SUFFIXES, is_data_file
 from dslaunch.core.devices import Inventory, probe_inventory
 from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
@@ -49,6 +50,9 @@ class Facts:
     """The devices of this machine, the hostfile's hosts and the paths that the run file names.
 
     ``paths`` is keyed by key path (``model.path``, ``data.train[0].path``).
+    ``allocation`` is the batch job that this process runs in, None where there is a hostfile, where
+    the job is this machine alone, and for ``via: local``; ``allocation_problem`` says why the job's
+    hosts cannot be read.
     ``template`` is the user's own for the DeepSpeed JSON, None where there is none or where
     ``template_problem`` says why it cannot be read.
     ``hosts`` is None without a hostfile, or with one that cannot be read: ``hostfile_problem``
@@ -64,6 +68,8 @@ class Facts:
     model_dtype: str | None = None
     hostfile_problem: ConfigError | None = None
     host_memory_bytes: int | None = None  # RAM of this machine that we may use
+    allocation: Allocation | None = None
+    allocation_problem: ConfigError | None = None
     template: TemplateFile | None = None
     template_problem: ConfigError | None = None
     inventories: Mapping[str, Inventory] | None = None
@@ -73,7 +79,7 @@ class Facts:
 def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str]) -> Facts:
     """Look at this machine and at the files that the spec names. No other machine is contacted.
 
-    Raises nothing: a wrong hostfile is ``hostfile_problem``, and a local GPU that is
+    Raises nothing: a wrong hostfile, for one, is ``hostfile_problem``, and a local GPU that is
     not in the device table has precisions that are "unknown".
     """
     paths = {
@@ -85,6 +91,12 @@ def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str
             hosts = load_hostfile(paths["cluster.hostfile"], loaded.where("cluster.hostfile"))
         except ConfigError as error:
             problem = error
+    allocation, allocation_problem = None, None
+    if loaded.spec.cluster.hostfile is None and not _asks_for_this_machine(loaded):
+        try:
+            allocation = probe_allocation(environ)
+        except ConfigError as error:
+            allocation_problem = error
     template, template_problem = None, None
     if (fact := paths.get("deepspeed_template")) is not None:
         try:
@@ -106,11 +118,17 @@ def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str
         model_dtype=model_dtype(Path(model.absolute)) if model and model.kind != "missing" else None,
         hostfile_problem=problem,
         host_memory_bytes=local_memory_bytes(),
+        allocation=allocation,
+        allocation_problem=allocation_problem,
         template=template,
         template_problem=template_problem,
         inventories=inventories,
         inventory_problem=inventory_problem,
     )
+
+
+def _asks_for_this_machine(loaded: LoadedSpec[Any]) -> bool:
+    return isinstance(loaded.spec, RunSpec) and loaded.spec.launch.via == "local"
 
 
 def load_inventory(fact: PathFact, where: str) -> dict[str, Inventory]:

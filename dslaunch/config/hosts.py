@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dslaunch.config.facts import Facts
@@ -17,7 +17,8 @@ from dslaunch.config.host_devices import (
     open_sizes,
 )
 from dslaunch.config.spec_engine import ClusterSpec
-from dslaunch.core.devices import CPU_NAME, Device
+from dslaunch.core.allocation import Allocation
+from dslaunch.core.devices import CPU_NAME, Device, lookup_device
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.hostfile import select_hosts
 from dslaunch.core.topology import Host, Topology
@@ -50,7 +51,7 @@ class ResolvedHosts:
 
 
 def resolve_hosts(cluster: ClusterSpec, facts: Facts, *, runs_here: bool = True) -> ResolvedHosts:
-    """Hosts from the hostfile and its filters, else ``num_nodes`` nodes, else this machine.
+    """Hosts from the hostfile, else of the batch job, else ``num_nodes`` nodes, else this machine.
 
     ``runs_here``: what is planned is started from this machine. Where it is not (the
     JSON of a script of one's own), a number of devices that this machine has not got
@@ -61,6 +62,8 @@ def resolve_hosts(cluster: ClusterSpec, facts: Facts, *, runs_here: bool = True)
         raise KeyProblem("cluster.inventory", "cluster.gpu is given too", hint="keep one of the two")
     if facts.hosts is not None:
         return _from_hostfile(cluster, facts, facts.hosts, runs_here)
+    if (job := facts.allocation) is not None and (job.names or cluster.num_nodes is None):
+        return _from_allocation(cluster, facts, job)
     for key in ("include", "exclude"):
         if getattr(cluster, key) is not None:
             raise ConfigError(f"cluster.{key} needs a hostfile", hint="set cluster.hostfile or --hostfile")
@@ -77,14 +80,12 @@ def choose_via(hosts: ResolvedHosts, facts: Facts) -> tuple[Literal["local", "ss
     names = [host.name for host in hosts.topology.hosts]
     if len(names) == 1 and names[0] in facts.local_names:
         return "local", "this machine is the only host"
-    if facts.hosts is None:
+    if facts.hosts is None and not (facts.allocation and facts.allocation.names):
         return "local", "the names of the hosts are not known without a hostfile"
-    others = [name for name in names if name not in facts.local_names]
-    if not others:
-        return "local", "all hosts are this machine"
+    # A name may have to be looked up: the first host that is elsewhere settles it.
+    other = next((name for name in names if name not in facts.local_names), None)
     return (
-        "ssh",
-        f"{others[0]}{' and others' if len(others) > 1 else ''} of the hostfile are not this machine",
+        ("local", "all hosts are this machine") if other is None else ("ssh", f"{other} is not this machine")
     )
 
 
@@ -104,19 +105,12 @@ def _without_hosts(cluster: ClusterSpec, facts: Facts) -> tuple[DeviceGroup, ...
 def _from_hostfile(
     cluster: ClusterSpec, facts: Facts, hosts: Sequence[Host], runs_here: bool
 ) -> ResolvedHosts:
-    chosen = select_hosts(
-        hosts,
-        include=cluster.include,
-        exclude=cluster.exclude,
-        num_nodes=cluster.num_nodes,
-        num_gpus_per_node=cluster.num_gpus_per_node,
-    )
+    chosen = _select(cluster, hosts)
     reason = f"{len(chosen)} of {len(hosts)} hosts of {facts.paths['cluster.hostfile'].absolute}"
-    if isinstance(cluster.gpu, Mapping):
-        return _with_devices(chosen, reason, groups_of_patterns(cluster.gpu, hosts, chosen))
-    if facts.inventories is not None:
-        return _with_devices(chosen, reason, groups_of_inventory(facts.inventories, chosen))
-    named = groups_of_names(cluster.gpu) if cluster.gpu else None
+    groups = _by_host(cluster, facts, hosts, chosen)
+    if groups is not None:
+        return _with_devices(chosen, reason, groups)
+    named = _by_name(cluster)
     if named is not None and not _all_cpu(named):
         return _with_devices(chosen, reason, named)
     if _are_here(chosen, facts, runs_here):
@@ -125,6 +119,74 @@ def _from_hostfile(
         return _with_devices(chosen, reason, named)
     why = "slots of a hostfile are GPUs unless cluster.gpu says cpu"
     return ResolvedHosts(Topology(hosts=tuple(chosen)), reason, None, "cuda", why)
+
+
+def _from_allocation(cluster: ClusterSpec, facts: Facts, job: Allocation) -> ResolvedHosts:
+    if not job.names:
+        raise ConfigError(
+            f"this is a {job.scheduler} job, and its environment does not name its hosts",
+            hint="for this machine alone set num_nodes 1 (--num-nodes 1); for all of them write a hostfile:"
+            " flux hostlist -e local | tr ' ' '\\n' | sed 's/$/ slots=8/' > hosts",
+        )
+    on_cpu = _is_for_cpus(cluster, facts, job)
+    hosts = job.hosts(num_gpus_per_node=cluster.num_gpus_per_node, cpu=on_cpu)
+    chosen = _select(cluster, hosts)
+    reason = job.reason(chosen, cpu=on_cpu)
+    groups = _by_host(cluster, facts, hosts, chosen) or _by_name(cluster)
+    if groups is None and on_cpu:
+        groups = (DeviceGroup(facts.inventory.cpu),)
+    if groups is not None:
+        return _with_devices(chosen, reason, groups)
+    if (device := _known_device(job.devices.kind)) is not None:
+        told = _with_devices(chosen, reason, (DeviceGroup(device, name=job.devices.kind or ""),))
+        return replace(told, device_reason=f"{told.device_reason}, as {job.devices.source} says")
+    if job.here is not None and facts.inventory.accelerators:
+        told = _with_devices(chosen, reason, _local_devices(facts, None))
+        return replace(told, device_reason=f"{told.device_reason}, as on this node")
+    why = "slots of a job are GPUs unless cluster.gpu says cpu"
+    return ResolvedHosts(Topology(hosts=chosen), reason, None, "cuda", why)
+
+
+def _select(cluster: ClusterSpec, hosts: Sequence[Host]) -> tuple[Host, ...]:
+    return select_hosts(
+        hosts,
+        include=cluster.include,
+        exclude=cluster.exclude,
+        num_nodes=cluster.num_nodes,
+        num_gpus_per_node=cluster.num_gpus_per_node,
+    )
+
+
+def _by_host(
+    cluster: ClusterSpec, facts: Facts, hosts: Sequence[Host], chosen: Sequence[Host]
+) -> tuple[DeviceGroup, ...] | None:
+    """The devices of the ``chosen`` hosts where they are said host by host."""
+    if isinstance(cluster.gpu, Mapping):
+        return groups_of_patterns(cluster.gpu, hosts, chosen)
+    return None if facts.inventories is None else groups_of_inventory(facts.inventories, chosen)
+
+
+def _by_name(cluster: ClusterSpec) -> tuple[DeviceGroup, ...] | None:
+    """The devices where they are said for all hosts alike."""
+    return None if not cluster.gpu or isinstance(cluster.gpu, Mapping) else groups_of_names(cluster.gpu)
+
+
+def _is_for_cpus(cluster: ClusterSpec, facts: Facts, job: Allocation) -> bool:
+    """Whether a job's ranks are to run on CPUs, as far as it is said."""
+    if cluster.gpu:
+        names = cluster.gpu.values() if isinstance(cluster.gpu, Mapping) else cluster.gpu
+        return all(lookup_device(name).name == CPU_NAME for name in names)
+    if facts.inventories is not None:
+        return not any(inventory.accelerators for inventory in facts.inventories.values())
+    return job.on_cpu
+
+
+def _known_device(kind: str | None) -> Device | None:
+    """The device of the name that a site has for it, which may be any."""
+    try:
+        return lookup_device(kind) if kind else None
+    except ConfigError:
+        return None
 
 
 def _are_here(hosts: Sequence[Host], facts: Facts, runs_here: bool) -> bool:

@@ -138,7 +138,9 @@ class OptimizerSpec(Section):
 class ClusterSpec(Section):
     """Which machines and devices. One rank runs on each slot."""
 
-    hostfile: Text | None = Field(None, description="DeepSpeed hostfile. Without one: this machine.")
+    hostfile: Text | None = Field(
+        None, description="DeepSpeed hostfile. Without one: the hosts of the batch job, else this machine."
+    )
     include: Text | None = Field(None, description="Hosts and slots to use: `a@b:0,2`.")
     exclude: Text | None = Field(None, description="Hosts and slots to leave out: `a@b:0,2`.")
     num_nodes: PositiveInt | None = Field(None, description="Number of nodes (the first of the hostfile).")

@@ -9,6 +9,7 @@ cgroup hook; LSF 10.1 "Environment variables"; Grid Engine sge_pe(5)).
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,12 @@ class Allocation:
     here: str | None = None  # which of the names this machine is
     ids_here: tuple[str, ...] = ()  # of its devices
     left_out: str | None = None  # a host that was dropped, and why
+    on_cpu: bool = False  # DS_ACCELERATOR=cpu: accelerators are not to be used
+
+    @property
+    def is_this_machine(self) -> bool:
+        """Whether this machine is all that the job has."""
+        return len(self.names) == 1 and self.here is not None
 
     def hosts(self, *, num_gpus_per_node: int | None = None, cpu: bool = False) -> tuple[Host, ...]:
         """The hosts with their slots: the devices, or as many as asked for where none are known.
@@ -84,14 +91,30 @@ class Allocation:
         sizes = sorted({len(host.slots) for host in hosts})
         each = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         nodes = f"{len(hosts)} of {len(self.names)}" if len(hosts) < len(self.names) else str(len(hosts))
-        told = "CPU ranks" if cpu else "GPUs" + (f" ({self.devices.source})" if self.devices.counts else "")
+        if cpu:
+            told = f"{each} CPU rank{'s' * (each != '1')}"
+        elif self.devices.counts is None:
+            told = f"{each} GPU{'s' * (each != '1')}"
+        else:
+            most = max(self.devices.counts)
+            told = f"{each} of {most} GPUs" if sizes[-1] < most else f"{each} GPU{'s' * (each != '1')}"
+            told += f" ({self.devices.source})"
         dropped = f"; {self.left_out}" if self.left_out else ""
-        return f"{self.source}: {nodes} node{'s' * (len(self.names) > 1)} x {each} {told}{dropped}"
+        return f"{self.source}: {nodes} node{'s' * (len(self.names) > 1)} x {told}{dropped}"
 
     def _slots(self, name: str, count: int, cpu: bool) -> tuple[str, ...]:
         if name == self.here and len(self.ids_here) == count and not cpu:
             return self.ids_here
         return tuple(map(str, range(count)))
+
+
+def probe_allocation(environ: Environ) -> Allocation | None:
+    """The batch job that this process runs in, where it has hosts besides this machine.
+
+    Raises HostfileError as :func:`read_allocation`.
+    """
+    found = read_allocation(environ, this_host=os.uname().nodename)
+    return None if found is None or found.is_this_machine else found
 
 
 def read_allocation(
@@ -135,7 +158,8 @@ def _check_slurm_job(environ: Environ) -> None:
     if environ.get("SLURM_PROCID") and tasks > 1 and not environ.get("SLURM_PTY_PORT"):
         raise HostfileError(
             f"srun started dslaunch {tasks} times, and each copy would start all ranks of the job",
-            hint="start it once: in the batch script without srun, or with srun -N1 -n1",
+            hint="start it once: in the batch script without srun, or with srun -N1 -n1; where each copy is"
+            " a run of its own, set launch.via to local",
         )
 
 
@@ -259,6 +283,7 @@ def _allocation(
         here=here,
         ids_here=ids,
         left_out=left_out,
+        on_cpu=environ.get("DS_ACCELERATOR") == "cpu",
     )
 
 

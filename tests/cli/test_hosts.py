@@ -121,3 +121,23 @@ def test_ten_thousand_hosts(capsys: pytest.CaptureFixture[str], hostfile: str) -
     Path("many").write_text("".join(f"node{i:05d} slots=8\n" for i in range(10_000)))
     found: dict[str, Any] = json.loads(run(capsys, "many", "--json", "--exclude", "node00000")[0])
     assert (len(found["hosts"]), found["world_size"]) == (9_999, 79_992)
+
+
+def test_a_batch_job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[07-08]")
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "2")
+    out, err = run(capsys)
+    assert out.splitlines() == ["ranks  host   slots", "0-1    gpu07  0,1", "2-3    gpu08  0,1"]
+    assert "SLURM_JOB_NODELIST: 2 nodes x 2 GPUs (SLURM_GPUS_PER_NODE)" in err
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[07-")
+    assert "SLURM_JOB_NODELIST:4: '[' is not closed" in run(capsys, code=2)[1]
+
+
+def test_a_file_is_read_also_inside_of_a_job(
+    capsys: pytest.CaptureFixture[str], hostfile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[07-")
+    assert "worker-0" in run(capsys, hostfile)[0]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(HOSTS.encode())))
+    assert "worker-0" in run(capsys, "-")[0]

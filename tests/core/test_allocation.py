@@ -125,7 +125,7 @@ def test_ranks_on_the_cpu_leave_the_gpus_alone() -> None:
     allocation = found(slurm(CUDA_VISIBLE_DEVICES="3", SLURM_GPUS_PER_NODE="1"), this_host="n1")
     hosts = allocation.hosts(cpu=True)
     assert {host.slots for host in hosts} == {("0",)}
-    assert allocation.reason(hosts, cpu=True) == "SLURM_JOB_NODELIST: 2 nodes x 1 CPU ranks"
+    assert allocation.reason(hosts, cpu=True) == "SLURM_JOB_NODELIST: 2 nodes x 1 CPU rank"
 
 
 def test_reasons() -> None:
