@@ -98,10 +98,10 @@ def load_run_file(
 def _bom_problem(name: str) -> ConfigError:
     from dslaunch.core.command import quote
 
-    return ConfigError(
-        f"{name}:1: a byte order mark (BOM) stands before the text",
-        hint=f"save the file as UTF-8 without BOM, or: sed -i '1s/^\\xEF\\xBB\\xBF//' {quote(name)}",
-    )
+    hint = "save the file as UTF-8 without BOM"
+    if name != "<stdin>":
+        hint += f", or: sed -i '1s/^\\xEF\\xBB\\xBF//' {quote(name)}"
+    return ConfigError(f"{name}:1: a byte order mark (BOM) stands before the text", hint=hint)
 
 
 def load_flags(overrides: Sequence[str] = (), flags: Sequence[Override] = ()) -> LoadedSpec[EngineSpec]:

@@ -41,7 +41,7 @@ def explain_bytes(data: bytes, name: str) -> ConfigError | None:
         if data.startswith(magic):
             return ConfigError(f"{name} is {what}, not a run file", hint=_START_HINT)
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        fix = f"iconv -f UTF-16 -t UTF-8 {quote(name)} > NEW.yaml"
+        fix = f"iconv -f UTF-16 -t UTF-8 {_word(name)} > NEW.yaml"
         return ConfigError(f"{name}:1: UTF-16 text; a run file is UTF-8", hint=fix)
     if b"\0" in data[:4096]:
         return ConfigError(f"{name} is a binary file, not a run file", hint=_START_HINT)
@@ -60,7 +60,7 @@ def explain_text(text: str, name: str) -> ConfigError | None:
     if kind == "batch-script":
         return ConfigError(f"{name}: this is a script, not a run file", hint=_command_hint(name))
     if kind == "hostfile":
-        return ConfigError(f"{name}: this is a hostfile, not a run file", hint=f"--hostfile {quote(name)}")
+        return ConfigError(f"{name}: this is a hostfile, not a run file", hint=f"--hostfile {_word(name)}")
     if name.lower().endswith(_DATA) and not re.search(r"^(model|data)\s*:", text, re.MULTILINE):
         return ConfigError(f"{name}: this is data, not a run file", hint=_DATA_HINT)
     return None
@@ -78,7 +78,7 @@ def _explain_json(text: str, name: str) -> ConfigError | None:
 def _explain_mapping(value: dict[str, Any], name: str) -> ConfigError | None:
     from dslaunch.config.check import looks_like_deepspeed
 
-    word = quote(name)
+    word = _word(name)
     if {"schema_version", "launch"} <= value.keys():
         what, hint = "a recorded plan", f"dslaunch launch --plan {word}"
     elif "model" in value or "data" in value:
@@ -106,6 +106,11 @@ def _read(text: str) -> Any:
         return None
 
 
+def _word(name: str) -> str:
+    """A file's name for a command line; what came on stdin can be read there again."""
+    return "-" if name == "<stdin>" else quote(name)
+
+
 def _command_hint(name: str) -> str:
     interpreter = "python" if name.endswith(".py") else "bash"
-    return f"dslaunch launch --num-gpus-per-node N -- {interpreter} {quote(name)}"
+    return f"dslaunch launch --num-gpus-per-node N -- {interpreter} {_word(name)}"

@@ -114,3 +114,11 @@ def test_a_directory(tmp_path: Path, inside: str, hint: str) -> None:
     assert error.message == f"{tmp_path} is a directory, not a run file"
     assert error.hint is not None
     assert hint in error.hint
+
+
+def test_hints_about_stdin_name_no_file() -> None:
+    for text in ("\ufeff" + SMALL, '{"fp16": {"enabled": true}}'):
+        with pytest.raises(ConfigError) as caught:
+            load_run_file(Path("<stdin>"), text=text)
+        assert caught.value.hint
+        assert "<stdin>" not in caught.value.hint
