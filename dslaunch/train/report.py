@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from dslaunch.core.plan import RunPlan, to_json
 from dslaunch.core.run_dir import RunDir
 
 _MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+_MLFLOW_TAG = "dslaunch_run_id"
 
 
 class Tracker(Protocol):
@@ -32,10 +34,10 @@ class Tracker(Protocol):
 class Report:
     """Writes the run's numbers and events. Build it with :func:`open_report`."""
 
-    def __init__(self, run_dir: RunDir | None, trackers: list[Tracker]) -> None:
+    def __init__(self, run_dir: RunDir | None, trackers: Mapping[str, Tracker]) -> None:
         self._metrics = JsonlWriter(run_dir.metrics) if run_dir else None
         self._events = JsonlWriter(run_dir.events) if run_dir else None
-        self._trackers = trackers
+        self._trackers = dict(trackers)
 
     def say(self, text: str) -> None:
         """One line on stdout."""
@@ -48,8 +50,8 @@ class Report:
             return
         self._metrics.write(kind, step=step, **values)
         numbers = {f"{kind}/{name}": float(value) for name, value in values.items() if _is_number(value)}
-        for tracker in self._trackers:
-            tracker.log(step, numbers)
+        for name in tuple(self._trackers):
+            self._try(name, lambda tracker: tracker.log(step, numbers))
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line of events.jsonl."""
@@ -57,13 +59,23 @@ class Report:
             self._events.write(kind, **fields)
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        for name in tuple(self._trackers):
+            self._try(name, lambda tracker: tracker.close())
         for writer in (self._metrics, self._events):
             if writer:
                 writer.close()
         self._metrics = self._events = None
-        self._trackers = []
+        self._trackers = {}
+
+    def _try(self, name: str, act: Callable[[Tracker], None]) -> None:
+        """A service that goes away in the middle costs its curves, said once, and never the training."""
+        try:
+            act(self._trackers[name])
+        except Exception as error:
+            del self._trackers[name]
+            text = f"{name} gets no more numbers, metrics.jsonl has them all: {one_line(error)}"
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+            self.event("warning", message=text)
 
 
 def _is_number(value: Any) -> bool:
@@ -89,15 +101,16 @@ def open_report(plan: RunPlan, *, is_main: bool, first_step: int) -> Report:
     later ones replace what an interrupted start wrote past its last checkpoint.
     """
     if not is_main:
-        return Report(None, [])
+        return Report(None, {})
     run_dir = RunDir(path=Path(plan.launch.run_dir))
-    trackers: list[Tracker] = []
+    trackers: dict[str, Tracker] = {}
     if importlib.util.find_spec("tensorboard") is not None:
-        trackers.append(_TensorBoard(run_dir, first_step))
+        trackers["tensorboard"] = _TensorBoard(run_dir, first_step)
+    resumed = first_step > 0
     if "wandb" in plan.output.report_to:
-        trackers.append(_open_tracker("wandb", lambda: _Wandb(plan, resumed=first_step > 0)))
+        trackers["wandb"] = _open_tracker("wandb", lambda: _Wandb(plan, resumed=resumed))
     if "mlflow" in plan.output.report_to:
-        trackers.append(_open_tracker("mlflow", lambda: _Mlflow(plan)))
+        trackers["mlflow"] = _open_tracker("mlflow", lambda: _Mlflow(plan, resumed=resumed))
     return Report(run_dir, trackers)
 
 
@@ -132,12 +145,10 @@ class _Wandb:
     def __init__(self, plan: RunPlan, *, resumed: bool) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore]
 
-        # The same run directory is the same run, so that a resumed one goes on in its own curves.
-        run_id = hashlib.sha256(plan.launch.run_dir.encode()).hexdigest()[:16]
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "dslaunch"),
             name=plan.name,
-            id=run_id,
+            id=_run_id(plan),
             resume="allow" if resumed else None,
             dir=plan.launch.run_dir,
             config=_public(plan),
@@ -151,12 +162,20 @@ class _Wandb:
 
 
 class _Mlflow:
-    def __init__(self, plan: RunPlan) -> None:
+    def __init__(self, plan: RunPlan, *, resumed: bool) -> None:
         import mlflow  # type: ignore[import-not-found, unused-ignore]
 
         self._mlflow = mlflow
-        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "dslaunch"))
-        mlflow.start_run(run_name=os.path.basename(plan.launch.run_dir))
+        experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "dslaunch"))
+        # MLflow makes the ids itself, so ours is a tag.
+        found = mlflow.MlflowClient().search_runs(
+            [experiment.experiment_id], f"tags.{_MLFLOW_TAG} = '{_run_id(plan)}'", max_results=1
+        )
+        mlflow.start_run(
+            run_id=found[0].info.run_id if resumed and found else None,
+            run_name=os.path.basename(plan.launch.run_dir),
+            tags={_MLFLOW_TAG: _run_id(plan)},
+        )
         mlflow.log_dict(_public(plan), "plan.json")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -164,6 +183,11 @@ class _Mlflow:
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _run_id(plan: RunPlan) -> str:
+    """The same run directory is the same run, so that a resumed one goes on in its own curves."""
+    return hashlib.sha256(plan.launch.run_dir.encode()).hexdigest()[:16]
 
 
 def _public(plan: RunPlan) -> dict[str, Any]:

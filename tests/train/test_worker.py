@@ -196,11 +196,19 @@ def test_a_tracker_that_cannot_log_in_fails_before_the_model_is_loaded(
     assert "loading" not in result.stderr
 
 
+NO_MLFLOW = """
+import sys
+from dslaunch.train import report, worker
+report._MODULES["mlflow"] = "a_module_nobody_has"
+worker.leave(worker.main(sys.argv[1:]))
+"""
+
+
 def test_a_missing_tracker_stops_the_run_before_it_loads_anything(
     tmp_path: Path, inputs: tuple[Path, Path]
 ) -> None:
     plan: RunPlan = make_plan(tmp_path, *inputs, output={"report_to": ("mlflow",)}, world_size=1)
-    results = run_ranks([*WORKER, save_plan(plan)], world_size=1, env={"DSLAUNCH_TEST": "1"})
+    results = run_ranks(["-c", NO_MLFLOW, "--plan", save_plan(plan)], world_size=1)
     assert results[0].returncode == 3
     assert "mlflow, which is not installed" in results[0].stderr
 
