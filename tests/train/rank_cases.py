@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,6 +16,10 @@ import torch
 from dslaunch.train.engine import Engine, initialize
 
 Case = Callable[[], Any]
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+STAGES = (0, 1, 2, 3)
 
 VOCABULARY, HIDDEN = 13, 5  # odd sizes: flattened partitions need padding
 SAMPLES = [  # (ids, targets); 23 supervised tokens, ragged
@@ -113,6 +118,12 @@ def bare_deepspeed(model: torch.nn.Module, settings: dict[str, Any]) -> Iterator
         yield engine
     finally:
         engine.destroy()
+
+
+def step_once(engine: Engine, value: float) -> Any:
+    """One micro-batch whose gradient is ``value``, then step()."""
+    engine.backward(engine(torch.tensor([value])))
+    return engine.step()
 
 
 def master(parameter: torch.nn.Parameter) -> list[float]:
