@@ -7,6 +7,7 @@ torch or DeepSpeed. Nothing is read from or written to the caller's home directo
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -23,12 +25,13 @@ import pytest
 from tests.support.machine import CANNOT_RUN, missing
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
+SESSION_PREFIX = "dslaunch-tests-"
 OP_NAME = "deepspeed_shm_comm"
 
 # A caller's job or cache must not leak into a test.
 _FORGET = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "CUDA_VISIBLE_DEVICES", "DSLAUNCH_RUNS", "PYTHONHOME", "NO_COLOR", "FORCE_COLOR",
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR",
+    "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "DSLAUNCH_RUNS", "PYTHONHOME", "NO_COLOR", "FORCE_COLOR",
     # a scheduler's job
     "SLURM_JOB_NODELIST", "SLURM_NODELIST", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS",
     "LSB_HOSTS", "PE_HOSTFILE", "FLUX_ENCLOSING_ID", "FLUX_JOB_ID", "FLUX_URI",
@@ -64,16 +67,32 @@ def _cpu_flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
+def _remove_old_sessions(temp_root: Path) -> None:
+    """Of sessions that were killed, a day ago or more: those could not remove their directory."""
+    for path in temp_root.glob(f"{SESSION_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - 24 * 3600:
+                shutil.rmtree(path, ignore_errors=True)
+
+
 def _set_environment() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # the controller has set it all, and workers inherit it
         return
-    session_dir = Path(tempfile.mkdtemp(prefix="dslaunch-tests-"))
+    temp_root = tempfile.gettempdir()
+    _remove_old_sessions(Path(temp_root))
+    session_dir = Path(tempfile.mkdtemp(prefix=SESSION_PREFIX))
     atexit.register(shutil.rmtree, session_dir, ignore_errors=True)
     for name in _FORGET:
         os.environ.pop(name, None)
-    home = session_dir / "home"
+    home, temp = session_dir / "home", session_dir / "tmp"
     home.mkdir()
+    temp.mkdir()
+    # What torch, torchrun, wandb and others leave in the directory for temporary files goes with the
+    # session; pytest's own directories stay where people look for those of a failed test.
+    tempfile.tempdir = str(temp)
     os.environ.update(
+        TMPDIR=str(temp),
+        PYTEST_DEBUG_TEMPROOT=temp_root,
         HOME=str(home),
         XDG_CACHE_HOME=str(session_dir / "cache"),
         HF_HOME=str(session_dir / "huggingface"),

@@ -23,7 +23,7 @@ from dslaunch.train.checkpoint import find_whole_checkpoint, read_manifest, rest
 from dslaunch.train.checkpoint.record import DataRecord, RunRecord, check_same_data, read_record
 from dslaunch.train.corpus import Corpus, build_corpus
 from dslaunch.train.data.context import check_context, row_width
-from dslaunch.train.data.dataset import prepare_on_rank
+from dslaunch.train.data.dataset import TokenizingOptions, prepare_on_rank
 from dslaunch.train.data.isolation import check_packing_isolation
 from dslaunch.train.data.sampler import BatchSchedule
 from dslaunch.train.dist import World, barrier
@@ -138,16 +138,19 @@ def say(world: World, text: str) -> None:
 def _load_corpus(
     plan: RunPlan, sources: Sequence[DataSource], what: str, tokenizer: Any, world: World
 ) -> Corpus:
-    dataset = prepare_on_rank(
-        sources,
-        is_builder=world.local_rank == 0,
-        barrier=lambda: barrier(f"the {what} data being tokenised"),
+    options = TokenizingOptions(
         tokenizer=tokenizer,
         max_length=plan.data.max_length,
         cache_dir=Path(plan.data.cache_dir) if plan.data.cache_dir else cache_dir(os.environ) / "tokens",
         max_dropped_fraction=plan.data.max_dropped_fraction,
         seed=plan.seed,
         progress=_tokenising_progress(world),
+    )
+    dataset = prepare_on_rank(
+        sources,
+        options,
+        is_builder=world.local_rank == 0,
+        barrier=lambda: barrier(f"the {what} data being tokenised"),
     )
     for line in dataset.report.lines():
         say(world, f"{what} data: {line.strip()}")

@@ -13,9 +13,7 @@ from dslaunch.cli.main import main
 from dslaunch.config.check import Target, check_config
 from dslaunch.core.devices import lookup_device
 from dslaunch.core.templating import shipped_files, template_root
-from tests.config.test_deepspeed_accepts import joined, parsed
-
-__all__ = ["joined"]  # a fixture that the tests here use
+from tests.support.deepspeed_config import read_by_deepspeed
 
 NAME = "deepspeed/ds_config.json.j2"
 PRESETS = sorted(name for name in shipped_files() if name.startswith("presets/"))
@@ -128,7 +126,7 @@ def test_a_preset_renders_what_deepspeed_accepts_without_findings(
     world_size = cluster["num_gpus_per_node"]
     target = Target(world_size=world_size, devices=(lookup_device(cluster["gpu"]),))
     assert check_config(captured.out, target).findings == ()
-    read = parsed(json.loads(captured.out), world_size)
+    read = read_by_deepspeed(json.loads(captured.out), world_size)
     assert read.train_batch_size == json.loads(captured.out)["train_batch_size"]
     notes = [line for line in captured.err.splitlines() if line and "accumulation" not in line]
     assert notes == []

@@ -16,32 +16,9 @@ from dslaunch.config.zero import ACTING_STAGES
 from dslaunch.core.batch_size import solve_batch_sizes
 from dslaunch.core.errors import ConfigError
 from tests.config.build import engine_of, gpus
+from tests.support.deepspeed_config import read_by_deepspeed
 
 NEEDS = "model: org/model\ndata: {train: org/data}\n"
-
-
-class DataParallel:
-    """What DeepSpeed asks for the data-parallel world size."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.world_size
-
-
-@pytest.fixture(autouse=True)
-def joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a process group DeepSpeedConfig takes a world of 1; there is none in a test, only its rank."""
-    import deepspeed.comm
-
-    monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
-
-
-def parsed(config: dict[str, Any], world_size: int) -> Any:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    return DeepSpeedConfig(config, mpu=DataParallel(world_size))
 
 
 def matrix() -> Iterator[tuple[int, str, int, str]]:
@@ -56,7 +33,7 @@ def test_every_stage_precision_and_world_size() -> None:
             f"gradient_clipping: 0.5\ncluster: {{gpu: a100, num_gpus_per_node: {world_size}}}\n"
         )
         engine, config, _ = engine_of(text)
-        read = parsed(config, world_size)
+        read = read_by_deepspeed(config, world_size)
         assert read.train_batch_size == engine.batch.train_batch_size
         assert read.train_micro_batch_size_per_gpu == engine.batch.train_micro_batch_size_per_gpu
         assert read.gradient_accumulation_steps == engine.batch.gradient_accumulation_steps
@@ -71,15 +48,16 @@ def test_every_stage_precision_and_world_size() -> None:
 
 def test_no_clipping_is_no_clipping() -> None:
     """DeepSpeed 0.19.8 takes 1.0 where the key is left out, so 0 must be written."""
-    assert parsed({"train_batch_size": 1}, 1).gradient_clipping == 1.0
+    assert read_by_deepspeed({"train_batch_size": 1}, 1).gradient_clipping == 1.0
     config = engine_of(NEEDS + "train_batch_size: 1\ngradient_clipping: 0\n")[1]
-    assert parsed(config, 1).gradient_clipping == 0
+    assert read_by_deepspeed(config, 1).gradient_clipping == 0
 
 
 def test_the_loss_scale_means_what_was_written() -> None:
     base = NEEDS + "train_batch_size: 1\nprecision: fp16\n"
     facts = {"inventory": gpus("v100")}
-    dynamic = parsed(engine_of(base + "fp16: {initial_scale_power: 8, hysteresis: 3}\n", **facts)[1], 1)
+    config = engine_of(base + "fp16: {initial_scale_power: 8, hysteresis: 3}\n", **facts)[1]
+    dynamic = read_by_deepspeed(config, 1)
     assert dynamic.float16_config.loss_scale == 0
     assert dynamic.float16_config.dynamic_loss_scale_args() == {
         "init_scale": 256,
@@ -88,7 +66,7 @@ def test_the_loss_scale_means_what_was_written() -> None:
         "consecutive_hysteresis": False,
         "min_scale": 1,
     }
-    static = parsed(engine_of(base + "fp16: {loss_scale: 128}\n", **facts)[1], 1)
+    static = read_by_deepspeed(engine_of(base + "fp16: {loss_scale: 128}\n", **facts)[1], 1)
     assert static.float16_config.loss_scale == 128
 
 
@@ -104,7 +82,7 @@ def test_every_zero_key_is_read_by_deepspeed() -> None:
         for stage in stages:
             written = f"{NEEDS}train_batch_size: 1\nzero_optimization: {{stage: {stage}, {key}: {text}}}\n"
             nvme = {"zero_optimization.offload_param.nvme_path": PathFact("directory", "/nvme")}
-            zero = parsed(engine_of(written, paths=nvme)[1], 1).zero_config
+            zero = read_by_deepspeed(engine_of(written, paths=nvme)[1], 1).zero_config
             name = next(n for n, f in type(zero).model_fields.items() if key in (n, f.alias))
             found = getattr(zero, name)
             if key == "offload_param":
@@ -157,7 +135,7 @@ def test_the_list_of_top_level_keys_is_deepspeeds_own(monkeypatch: pytest.Monkey
 
     config = Recorder({"train_batch_size": 1})
     monkeypatch.setattr(copy, "copy", lambda value: value)  # it works on a copy, which would not record
-    theirs.DeepSpeedConfig(config, mpu=DataParallel(1))
+    read_by_deepspeed(config, 1)
     removed = set(theirs._REMOVED_TOP_LEVEL_CONFIG_KEYS)  # looked up to be refused
     # sequence_parallel_size is read only where there is no mpu.
     assert {"train_batch_size", "zero_optimization", *removed} < config.asked
@@ -174,9 +152,9 @@ def test_the_batch_triangle_agrees_with_deepspeed() -> None:
         except ConfigError:
             refused += 1
             with pytest.raises(AssertionError):
-                parsed(given, world)
+                read_by_deepspeed(given, world)
             continue
-        read = parsed(given, world)
+        read = read_by_deepspeed(given, world)
         assert read.gradient_accumulation_steps == batch.gradient_accumulation_steps
         assert math.prod((micro, batch.gradient_accumulation_steps, world)) == train
     assert refused > 5

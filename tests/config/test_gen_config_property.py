@@ -18,9 +18,7 @@ from dslaunch.cli.main import main
 from dslaunch.config.check import Target, check_config
 from dslaunch.config.zero import ACTING_STAGES
 from dslaunch.core.devices import lookup_device
-from tests.config.test_deepspeed_accepts import joined, parsed
-
-__all__ = ["joined"]  # a fixture that the test here uses
+from tests.support.deepspeed_config import read_by_deepspeed
 
 NUM_CASES = 320
 # Keys that are valid each, but not together: gen-config says so and renders nothing.
@@ -187,7 +185,7 @@ def test_what_is_rendered_is_accepted_and_has_no_findings(
 
 def check_accepted(config: dict[str, Any], spec: dict[str, Any], case: str) -> None:
     """The real DeepSpeedConfig takes it at this world size, and means what was asked for."""
-    read = parsed(config, spec["cluster"]["num_gpus_per_node"])
+    read = read_by_deepspeed(config, spec["cluster"]["num_gpus_per_node"])
     for size in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         assert getattr(read, size) == config[size] == spec.get(size, config[size]), case
     assert read.zero_optimization_stage == spec["zero_optimization"]["stage"], case

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.train.dist import read_rank_environment
+from tests.support.python import run_python
 from tests.support.ranks import check_ranks, run_ranks
 
 GOOD = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -49,14 +48,7 @@ def test_a_master_that_is_not_there_is_one_sentence(ops_dir: Path) -> None:
         "try:\n    init_world(timeout_s=3)\n"
         "except DslaunchError as error:\n    print(error.format()); sys.exit(error.exit_code)\n"
     )
-    environment = {**os.environ, **GOOD, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python("-c", code, env=GOOD)
     assert done.returncode == 3, done.stderr
     assert "rank 1 could not join 2 ranks at 127.0.0.1:1" in done.stdout
 
@@ -77,16 +69,8 @@ def count_devices(tmp_path: Path, *, cure: str) -> tuple[str, bool]:
     numactl = tmp_path / "numactl"
     numactl.write_text(f"#!/bin/sh\n: > '{witness}'\nexit 1\n")
     numactl.chmod(0o755)
-    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_SIZE"}
-    environment |= {"CURE": cure, "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": os.getcwd()}
-    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COUNT_DEVICES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = run_python("-c", COUNT_DEVICES, env={"CURE": cure, "LOCAL_WORLD_SIZE": "2", "PATH": path})
     return done.stdout.strip().rpartition("\n")[2], witness.exists()
 
 

@@ -107,18 +107,18 @@ def test_full_model_loads_and_was_trained(finished_runs: FinishedRuns, tmp_path:
 
 def test_exported_model_has_the_held_out_loss_of_the_run(finished_runs: FinishedRuns, tmp_path: Path) -> None:
     """The weights on disk are those the last evaluation saw: nothing was lost on the way."""
-    from dslaunch.train.data.dataset import prepare_dataset
+    from dslaunch.train.data.dataset import TokenizingOptions, prepare_dataset
 
     export_checkpoint(finished_runs.run_dir("s0-full"), tmp_path / "model")
     plan = finished_runs.plans["s0-full"]
-    data = prepare_dataset(
-        plan.data.eval,
+    options = TokenizingOptions(
         tokenizer=AutoTokenizer.from_pretrained(tmp_path / "model"),
         max_length=128,
         cache_dir=tmp_path / "tokens",
         max_dropped_fraction=0.0,
         seed=0,
     )
+    data = prepare_dataset(plan.data.eval, options)
     batch = collate([[data[i]] for i in range(len(data))], pad_token_id=2, packed=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     with torch.no_grad():

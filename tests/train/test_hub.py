@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import http.server
 import json
-import os
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from dslaunch.core.plan import ModelPlan, to_json
+from tests.support.python import run_python
 from tests.support.tiny import make_tiny_model_dir
 
 NAME = "some-org/tiny-llama"
@@ -61,13 +60,8 @@ def hub_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _load(home: Path, plan: ModelPlan) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", LOAD, json.dumps(to_json(plan))],
-        env={**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    return run_python("-c", LOAD, json.dumps(to_json(plan)), env=env)
 
 
 def test_a_hub_id_and_its_revision_are_read_from_the_cache(hub_home: Path) -> None:
@@ -107,13 +101,7 @@ def test_without_the_hub_only_what_is_in_the_cache_can_be_had(hub_home: Path) ->
 
 def _ask(home: Path, name: str, endpoint: str) -> subprocess.CompletedProcess[str]:
     env = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint}
-    return subprocess.run(
-        [sys.executable, "-c", ASK, name],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return run_python("-c", ASK, name, env=env, timeout_s=60)
 
 
 def test_what_is_in_the_cache_is_not_asked_for(hub_home: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from dslaunch.core import file_lock
 from dslaunch.core.errors import EnvironmentNotReady
 from dslaunch.train import jit_ops
+from tests.support.python import run_python
 
 OP_NAME = "deepspeed_shm_comm"
 HOLD_OPEN = (
@@ -132,14 +133,7 @@ def test_a_stale_lock_does_not_stop_a_real_start(ops_dir: Path, tmp_path: Path) 
     shutil.copytree(ops_dir / OP_NAME, private / OP_NAME)
     (private / OP_NAME / "lock").write_text("")
     code = "from dslaunch.train import jit_ops; jit_ops.prepare_communication(timeout_s=60); print('ready')"
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(private), "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_python("-c", code, env={"TORCH_EXTENSIONS_DIR": str(private)}, timeout_s=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "ready"
     assert "removed" in done.stderr
@@ -205,14 +199,8 @@ def test_an_optimizer_that_cannot_be_compiled_is_one_sentence(tmp_path: Path) ->
         "try:\n    prepare_optimizer({'optimizer': {'type': 'AdamW'}})\n"
         "except DslaunchError as error:\n    print(type(error).__name__, error.format())\n"
     )
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops"), "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**environment, "CXX": str(tmp_path / "broken")},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ops"), "CXX": str(tmp_path / "broken")}
+    done = run_python("-c", code, env=env, timeout_s=200)
     assert "EnvironmentNotReady Error: DeepSpeed's fused_adam op could not be built: " in done.stdout, (
         done.stderr
     )

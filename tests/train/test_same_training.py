@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dslaunch.core.plan import RunPlan
 from dslaunch.train.corpus import build_corpus
-from dslaunch.train.data.dataset import prepare_dataset
+from dslaunch.train.data.dataset import TokenizedDataset, TokenizingOptions, prepare_dataset
 from dslaunch.train.weights import find_checkpoint, load_trained_weights
 from tests.support.plans import make_plan, read_rows, save_plan, write_questions
 from tests.support.ranks import check_ranks, run_ranks
@@ -87,16 +87,21 @@ def courses(ops_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Courses:
 def _packed_settings(root: Path, model: Path, data: Path) -> dict[str, Any]:
     """Rows of a length that makes a number of packs that two ranks can share."""
     plan = make_plan(root, model, data, packing=True, max_length=128)
-    dataset = prepare_dataset(
-        plan.data.train, tokenizer=AutoTokenizer.from_pretrained(model), max_length=128,
-        cache_dir=root / "tokens", max_dropped_fraction=0.0, seed=plan.seed,
-    )  # fmt: skip
+    dataset = _tokenized(plan, root)
     for max_length in range(int(dataset.lengths.max()), int(dataset.lengths.sum())):
         cut = replace(plan.data, max_length=max_length)
         batch = len(build_corpus(dataset, cut, pad_token_id=2, seed=plan.seed))
         if batch == 4:
             return {"batch": batch, "packing": True, "max_length": max_length}
     raise AssertionError("no row length packs the samples into four rows")
+
+
+def _tokenized(plan: RunPlan, root: Path) -> TokenizedDataset:
+    options = TokenizingOptions(
+        tokenizer=AutoTokenizer.from_pretrained(plan.model.path), max_length=128,
+        cache_dir=root / "tokens", max_dropped_fraction=0.0, seed=plan.seed,
+    )  # fmt: skip
+    return prepare_dataset(plan.data.train, options)
 
 
 def _run(plans: Mapping[str, RunPlan]) -> None:
@@ -138,10 +143,7 @@ def test_it_is_what_plain_pytorch_does(courses: Courses) -> None:
     """One sample at a time, the sum over all of them by their number of answer tokens, and SGD."""
     course, plan = courses["few"], courses.plans["few"]
     model = AutoModelForCausalLM.from_pretrained(plan.model.path).train()
-    dataset = prepare_dataset(
-        plan.data.train, tokenizer=AutoTokenizer.from_pretrained(plan.model.path), max_length=128,
-        cache_dir=courses.root / "tokens", max_dropped_fraction=0.0, seed=0,
-    )  # fmt: skip
+    dataset = _tokenized(plan, courses.root)
     for step, rate in enumerate(course.lrs):
         model.zero_grad()
         total = torch.zeros(())

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dslaunch.core.plan import RunPlan
 from tests.support.plans import make_plan, read_rows, save_plan, write_questions
-from tests.support.ranks import REPO_ROOT, check_ranks, run_ranks
+from tests.support.python import run_python
+from tests.support.ranks import check_ranks, run_ranks
 from tests.support.tiny import make_tiny_model_dir
 from tests.train.tracker_curves import Curves
 
@@ -59,21 +56,13 @@ def kept_curves(tracker: str, plan: RunPlan, env: Mapping[str, str]) -> Curves:
         "mlflow": Path(env["MLFLOW_TRACKING_URI"].removeprefix("file://")),
     }[tracker]
     script = Path(__file__).with_name("tracker_curves.py")
-    shown = python(script, tracker, directory, env=env)
-    value = json.loads(shown.rpartition("CURVES ")[2])
+    shown = run_python(script, tracker, directory, env=env)
+    assert shown.returncode == 0, shown.stderr
+    value = json.loads(shown.stdout.rpartition("CURVES ")[2])
     return {
         run: {name: [(step, number) for step, number in points] for name, points in curves.items()}
         for run, curves in value.items()
     }
-
-
-def python(*argv: Any, env: Mapping[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *map(str, argv)],
-        cwd=REPO_ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def written_curves(plan: RunPlan, separator: str) -> dict[str, list[tuple[int, float]]]:
@@ -94,7 +83,8 @@ def separator_of(tracker: str) -> str:
 def test_a_resumed_run_goes_on_in_the_curves_it_began(tracker: str, tmp_path: Path) -> None:
     plan = make_plan(tmp_path, tmp_path / "m", tmp_path / "d", output={"report_to": (tracker,)})
     env = tracker_env(tmp_path)
-    python("-c", WRITE_AND_RESUME, save_plan(plan), env=env)
+    done = run_python("-c", WRITE_AND_RESUME, save_plan(plan), env=env)
+    assert done.returncode == 0, done.stderr
     ((_, curves),) = kept_curves(tracker, plan, env).items()
     assert curves == written_curves(plan, separator_of(tracker))
     assert [step for step, _ in curves[f"train{separator_of(tracker)}loss"]] == [1, 3, 4, 5]

@@ -77,6 +77,19 @@ class Checker:
         text = f"{key}: {message}" if key else message
         self.findings.append(Finding(code, severity, key, text, line, column, hint, fix, edits))
 
+    def report_to_remove(
+        self,
+        code: str,
+        severity: Severity,
+        path: KeyPath,
+        message: str,
+        hint: str,
+        *,
+        fix: str = "remove it",
+    ) -> None:
+        """A finding that is mended by removing the key; ``fix`` says so in its words."""
+        self.report(code, severity, path, message, hint, fix=fix, edits=(Edit("delete", path),))
+
     @property
     def config(self) -> dict[str, Any]:
         value: dict[str, Any] = self.document.value

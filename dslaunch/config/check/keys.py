@@ -96,14 +96,13 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 def _report_removed(checker: Checker, path: KeyPath, key: Key) -> None:
     instead = f"use {key.replaced_by}" if key.replaced_by else "remove it"
-    checker.report(
+    checker.report_to_remove(
         "removed-key",
         "error",
         path,
         f"was removed from DeepSpeed, which refuses a config that still has it ({key.effect.rstrip('.')})",
         instead,
         fix=f"remove {key.path}",
-        edits=(Edit("delete", path),),
     )
 
 
@@ -117,14 +116,13 @@ def _report_old(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
     edits = () if both else (Edit("rename", path, new),)
     message = f"is the old name of {key.replaced_by}"
     if both and key.path.startswith("zero_optimization."):
-        checker.report(
+        checker.report_to_remove(
             "old-and-new",
             "error",
             path,
             f"{message}, which is there too; DeepSpeed refuses both together",
             "remove the old one",
             fix=f"remove {key.path}",
-            edits=(Edit("delete", path),),
         )
     else:
         checker.report(
@@ -134,14 +132,13 @@ def _report_old(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
 
 def _report_old_offload(checker: Checker, path: KeyPath, key: Key, value: Any, new: KeyPath) -> None:
     if key.name != "cpu_offload_use_pin_memory" and checker.has(*map(str, new)):
-        checker.report(
+        checker.report_to_remove(
             "old-and-new",
             "error",
             path,
             f"is the old form of {key.replaced_by}, which is there too; DeepSpeed refuses both together",
             f"remove {key.name}",
             fix=f"remove {key.path}",
-            edits=(Edit("delete", path),),
         )
         return
     edits: tuple[Edit, ...] = (Edit("delete", path),)
@@ -162,14 +159,12 @@ def _report_old_offload(checker: Checker, path: KeyPath, key: Key, value: Any, n
 
 def _report_comment(checker: Checker, path: KeyPath) -> None:
     section = ".".join(map(str, path[:-1]))
-    checker.report(
+    checker.report_to_remove(
         "comment-in-strict-section",
         "error",
         path,
         f"a remark as a key is refused inside {section}: DeepSpeed allows no unknown key there",
         "move it to the top level, or write a // comment",
-        fix="remove it",
-        edits=(Edit("delete", path),),
     )
 
 

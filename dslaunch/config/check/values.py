@@ -86,14 +86,12 @@ def check_auto(checker: Checker, path: KeyPath, key: Key) -> None:
 def _check_null(checker: Checker, path: KeyPath, key: Key) -> None:
     if key.default == "null" or key.path in _MAY_BE_NULL or key.path.startswith("expert_parallel."):
         return
-    checker.report(
+    checker.report_to_remove(
         "type",
         "error",
         path,
         f"is null; {_NAMES.get(key.type, 'a value')} is expected",
         "remove the key to have the default",
-        fix="remove it",
-        edits=(Edit("delete", path),),
     )
 
 
@@ -221,14 +219,12 @@ def _check_texts(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
 
 
 def _check_never(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
-    checker.report(
+    checker.report_to_remove(
         "type",
         "error",
         path,
         f"{_shown(value)}: DeepSpeed accepts no value here",
         "remove it",
-        fix="remove it",
-        edits=(Edit("delete", path),),
     )
 
 

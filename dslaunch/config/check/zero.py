@@ -62,14 +62,12 @@ def _harmless(key: Key, value: Any) -> bool:
 
 def _report_ignored(checker: Checker, path: KeyPath, key: Key, stage: int) -> None:
     where = "stage 3 only" if key.stages == (3,) else f"stages {', '.join(map(str, key.stages))} only"
-    checker.report(
+    checker.report_to_remove(
         "ignored-at-stage",
         "warning",
         path,
         f"acts at {where}; the stage is {stage}, where DeepSpeed ignores it",
         f"remove it, or set zero_optimization.stage to {key.stages[-1]}",
-        fix="remove it",
-        edits=(Edit("delete", path),),
     )
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from dslaunch.train.data.token_store import StoreWriter, TokenStore, translated_
 from dslaunch.train.data.tokenize import SampleTokenizer, check_tokenizer
 from dslaunch.train.waiting import waiting_for
 
-__all__ = ["Sample", "TokenizedDataset", "prepare_dataset", "prepare_on_rank"]
+__all__ = ["Sample", "TokenizedDataset", "TokenizingOptions", "prepare_dataset", "prepare_on_rank"]
 
 Progress = Callable[[str, int], None]
 """Called now and then while tokenising, with the source's path and the records read so far."""
@@ -43,6 +44,22 @@ _BATCH_CHARACTERS = 1 << 18
 _MOST_PROBLEMS = 10
 _MOST_PLACES = 20
 _BUILDER_GONE_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizingOptions:
+    """How sources become samples: samples of at most ``max_length`` tokens, kept in ``cache_dir``.
+
+    ``seed`` draws the mix where sources have weights; ``max_dropped_fraction`` is
+    how many of the records may have no trained token.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    cache_dir: Path
+    max_dropped_fraction: float
+    seed: int
+    progress: Progress | None = None
 
 
 class TokenizedDataset:
@@ -84,20 +101,11 @@ class TokenizedDataset:
         return values if self._rows is None else values[self._rows]
 
 
-def prepare_dataset(
-    sources: Sequence[DataSource],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    cache_dir: Path,
-    max_dropped_fraction: float,
-    seed: int,
-    progress: Progress | None = None,
-) -> TokenizedDataset:
-    """Tokenise ``sources``, or find them tokenised in ``cache_dir``.
+def prepare_dataset(sources: Sequence[DataSource], options: TokenizingOptions) -> TokenizedDataset:
+    """Tokenise ``sources``, or find them tokenised in the cache.
 
     Any number of processes may call it at the same time: one builds, the others
-    wait for it. ``seed`` draws the mix where sources have weights.
+    wait for it.
 
     Raises ConfigError where a source is missing or holds broken records (up to
     ten at once, each with its line), where the chat template cannot be used, or
@@ -107,30 +115,22 @@ def prepare_dataset(
     """
     assert sources
     shares = resolve_weights(sources)
-    keys = _source_keys(sources, tokenizer, max_length, cache_dir)
-    stores = [
-        _open_or_build(source, cache_dir / key, tokenizer, max_length, progress)
-        for source, key in zip(sources, keys, strict=True)
-    ]
+    keys = _source_keys(sources, options)
+    stores = [_open_or_build(source, key, options) for source, key in zip(sources, keys, strict=True)]
     sizes = [len(store) for store in stores]
     drawn = sizes if shares is None else draw_counts(sum(sizes), shares)
     report = DataReport(tuple(store.report for store in stores), tuple(drawn))
-    _check_enough_kept(report, max_length, max_dropped_fraction)
-    rows = None if shares is None else draw_mix(sizes, drawn, seed)
-    return TokenizedDataset(stores, rows, report, digest([keys, shares, seed if shares else None]))
+    _check_enough_kept(report, options.max_length, options.max_dropped_fraction)
+    rows = None if shares is None else draw_mix(sizes, drawn, options.seed)
+    return TokenizedDataset(stores, rows, report, digest([keys, shares, options.seed if shares else None]))
 
 
 def prepare_on_rank(
     sources: Sequence[DataSource],
+    options: TokenizingOptions,
     *,
     is_builder: bool,
     barrier: Callable[[], None],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    cache_dir: Path,
-    max_dropped_fraction: float,
-    seed: int,
-    progress: Progress | None = None,
 ) -> TokenizedDataset:
     """As :func:`prepare_dataset`, on every rank of a run; only the builder (one a host) tokenises.
 
@@ -139,29 +139,19 @@ def prepare_on_rank(
     EnvironmentNotReady on a rank that waits when the builder has gone.
     """
     if not is_builder:
-        keys = _source_keys(sources, tokenizer, max_length, cache_dir)
-        _await_builder([cache_dir / key for key in keys])
-        progress = None
-    dataset = prepare_dataset(
-        sources,
-        tokenizer=tokenizer,
-        max_length=max_length,
-        cache_dir=cache_dir,
-        max_dropped_fraction=max_dropped_fraction,
-        seed=seed,
-        progress=progress,
-    )
+        _await_builder([options.cache_dir / key for key in _source_keys(sources, options)])
+        options = replace(options, progress=None)
+    dataset = prepare_dataset(sources, options)
     barrier()
     return dataset
 
 
-def _source_keys(
-    sources: Sequence[DataSource], tokenizer: PreTrainedTokenizerBase, max_length: int, cache_dir: Path
-) -> list[str]:
+def _source_keys(sources: Sequence[DataSource], options: TokenizingOptions) -> list[str]:
+    cache_dir = options.cache_dir
     with translated_disk_errors(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
-    check_tokenizer(tokenizer)
-    common = [CODE_VERSION, fingerprint_tokenizer(tokenizer), max_length]
+    check_tokenizer(options.tokenizer)
+    common = [CODE_VERSION, fingerprint_tokenizer(options.tokenizer), options.max_length]
     # The path is part of the key because reports name it.
     return [
         digest([*common, s.path, s.split, s.format, fingerprint_source(s, cache_dir)])[:32] for s in sources
@@ -194,18 +184,13 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
 
 
-def _open_or_build(
-    source: DataSource,
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    progress: Progress | None,
-) -> TokenStore:
+def _open_or_build(source: DataSource, key: str, options: TokenizingOptions) -> TokenStore:
+    path = options.cache_dir / key
     lock = exclusive(_lock_of(path), on_wait=waiting_for(f"tokenising {source.path}"))
     with translated_disk_errors(path.parent), lock:
         store = _open_if_whole(path)
         if store is None:
-            _build(source, path, tokenizer, max_length, progress)
+            _build(source, path, options)
             store = TokenStore(path)
         return store
 
@@ -217,19 +202,12 @@ def _open_if_whole(path: Path) -> TokenStore | None:
         return None
 
 
-def _build(
-    source: DataSource,
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    progress: Progress | None,
-) -> None:
+def _build(source: DataSource, path: Path, options: TokenizingOptions) -> None:
     before = source_state(source)
+    tokenizer = SampleTokenizer(options.tokenizer, options.max_length)
     with write_store(path) as store:
-        builder = _SourceBuilder(
-            source, store.writer, Renderer(tokenizer), SampleTokenizer(tokenizer, max_length)
-        )
-        builder.run(progress)
+        builder = _SourceBuilder(source, store.writer, Renderer(options.tokenizer), tokenizer)
+        builder.run(options.progress)
         if source_state(source) != before:
             raise ConfigError(
                 f"{source.path} changed while it was read", hint="start again when it is complete"

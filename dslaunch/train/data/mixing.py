@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import DataSource
 from dslaunch.train.data.order import seeded_permutation
 
@@ -15,21 +14,13 @@ from dslaunch.train.data.order import seeded_permutation
 def resolve_weights(sources: Sequence[DataSource]) -> list[float] | None:
     """The sources' weights as shares that add up to 1; None where no source has one.
 
-    Raises ConfigError when only some sources have a weight, or one is not positive.
+    Resolving a run file has seen to it that all have one or none has, and that each is positive.
     """
     weights = [source.weight for source in sources]
     if all(weight is None for weight in weights):
         return None
-    shares = []
-    for source, weight in zip(sources, weights, strict=True):
-        if weight is None:
-            raise ConfigError(
-                f"data source {source.path} has no weight, but others have",
-                hint="set weight on every source, or on none to see each sample once",
-            )
-        if not 0 < weight < float("inf"):
-            raise ConfigError(f"data source {source.path} has weight {weight}; it must be a positive number")
-        shares.append(weight)
+    shares = [weight for weight in weights if weight is not None]
+    assert len(shares) == len(sources) and all(0 < share < float("inf") for share in shares), weights
     return [share / sum(shares) for share in shares]
 
 

@@ -15,6 +15,7 @@ from dslaunch.config.facts import PathFact
 from dslaunch.config.schema import key_table
 from tests.config.build import engine_of, gpus
 from tests.config.check.test_mistakes import GOOD, MISTAKES
+from tests.support.deepspeed_config import read_by_deepspeed
 
 WORLD_SIZE = 8
 # Errors about configs that the parser takes: it would stop at initialize, ignore the key, or read
@@ -27,24 +28,6 @@ PARSER_IS_SILENT = {
 }  # fmt: skip
 
 
-class DataParallel:
-    """What DeepSpeed asks for the data-parallel world size."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.world_size
-
-
-@pytest.fixture(autouse=True)
-def joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a process group DeepSpeedConfig takes a world of 1; there is none in a test, only its rank."""
-    import deepspeed.comm
-
-    monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
-
-
 def refusal(config: dict[str, Any]) -> str | None:
     """What DeepSpeed says against a config; None where it takes it."""
     return refusal_at(config, WORLD_SIZE)
@@ -52,10 +35,8 @@ def refusal(config: dict[str, Any]) -> str | None:
 
 def refusal_at(config: dict[str, Any], world_size: int) -> str | None:
     """The same at another world size."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-
     try:
-        DeepSpeedConfig(copy.deepcopy(config), mpu=DataParallel(world_size))
+        read_by_deepspeed(copy.deepcopy(config), world_size)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

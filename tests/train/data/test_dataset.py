@@ -17,7 +17,7 @@ import pytest
 from dslaunch.core.errors import ConfigError, ConfigErrors, EnvironmentNotReady
 from dslaunch.core.plan import DataSource
 from dslaunch.train.data import dataset as dataset_module
-from dslaunch.train.data.dataset import TokenizedDataset, prepare_dataset, prepare_on_rank
+from dslaunch.train.data.dataset import TokenizedDataset, TokenizingOptions, prepare_dataset, prepare_on_rank
 from dslaunch.train.data.token_store import StoreWriter
 
 Write = Callable[..., DataSource]
@@ -39,9 +39,8 @@ class Prepare:
 
     def __call__(self, *sources: DataSource, **options: Any) -> TokenizedDataset:
         before = len(self.built)
-        result = prepare_dataset(
-            sources, **{**self.options, **options}, progress=lambda path, count: self.built.append(path)
-        )
+        given = {**self.options, "progress": lambda path, count: self.built.append(path), **options}
+        result = prepare_dataset(sources, TokenizingOptions(**given))
         self.was_built = len(self.built) > before
         return result
 
@@ -280,17 +279,6 @@ def test_weights_are_shares_of_the_epoch(prepare: Prepare, write_jsonl: Write) -
     assert again.fingerprint == data.fingerprint != other.fingerprint
 
 
-def test_weights_on_some_sources_only(prepare: Prepare, write_jsonl: Write) -> None:
-    with pytest.raises(ConfigError, match=r"b\.jsonl has no weight, but others have"):
-        prepare(write_jsonl(ROWS, "a.jsonl", weight=1), write_jsonl(ROWS, "b.jsonl"))
-
-
-@pytest.mark.parametrize("weight", [0, -1, float("inf"), float("nan")])
-def test_weights_that_mean_nothing(prepare: Prepare, write_jsonl: Write, weight: float) -> None:
-    with pytest.raises(ConfigError, match="must be a positive number"):
-        prepare(write_jsonl(ROWS, weight=weight))
-
-
 # ---- several processes
 
 
@@ -315,10 +303,9 @@ def test_other_ranks_wait_for_the_builder(prepare: Prepare, write_jsonl: Write) 
     def rank(number: int) -> None:
         done[number] = prepare_on_rank(
             [source],
+            TokenizingOptions(**prepare.options, progress=lambda path, count: built.append(number)),
             is_builder=number == 0,
             barrier=lambda: barrier.wait(60) and None,
-            **prepare.options,
-            progress=lambda path, count: built.append(number),
         )
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
@@ -338,5 +325,6 @@ def test_a_builder_that_has_gone_ends_the_wait(
     prepare: Prepare, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dataset_module, "_BUILDER_GONE_S", 0.2)
+    options = TokenizingOptions(**prepare.options)
     with pytest.raises(EnvironmentNotReady, match="has stopped before it was done"):
-        prepare_on_rank([write_jsonl(ROWS)], is_builder=False, barrier=lambda: None, **prepare.options)
+        prepare_on_rank([write_jsonl(ROWS)], options, is_builder=False, barrier=lambda: None)

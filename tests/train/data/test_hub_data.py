@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dslaunch.core.plan import DataSource, to_json
 from tests.support.plans import write_questions
+from tests.support.python import run_python
 from tests.support.tiny import make_tiny_tokenizer
 
 NAME = "some-org/questions"
@@ -24,13 +22,14 @@ from pathlib import Path
 from transformers import AutoTokenizer
 from dslaunch.core.errors import DslaunchError
 from dslaunch.core.plan import DataSource, from_json
-from dslaunch.train.data.dataset import prepare_dataset
+from dslaunch.train.data.dataset import TokenizingOptions, prepare_dataset
 source, tokenizer, cache = from_json(DataSource, json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
 try:
-    data = prepare_dataset(
-        [source], tokenizer=AutoTokenizer.from_pretrained(tokenizer), max_length=256, cache_dir=cache,
+    options = TokenizingOptions(
+        tokenizer=AutoTokenizer.from_pretrained(tokenizer), max_length=256, cache_dir=cache,
         max_dropped_fraction=0.0, seed=0,
     )
+    data = prepare_dataset([source], options)
 except DslaunchError as error:
     print(error.format(), file=sys.stderr)
     sys.exit(error.exit_code)
@@ -50,17 +49,13 @@ print(builder.cache_dir)
 """
 
 
-def python(code: str, *words: str | Path, home: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *map(str, words)],
-        env={**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+def offline(home: Path) -> dict[str, str]:
+    return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
 def put_into_cache(home: Path, revision: str, *, train: Path, test: Path) -> None:
     """``NAME`` at ``revision`` as a first, connected, load_dataset leaves it in HF_HOME."""
-    built = python(BUILD, train, test, home / "built", revision, home=home)
+    built = run_python("-c", BUILD, train, test, home / "built", revision, env=offline(home))
     assert built.returncode == 0, built.stderr
     target = home / "datasets" / NAME.replace("/", "___") / "default" / "0.0.0" / revision
     shutil.copytree(built.stdout.splitlines()[-1], target)
@@ -69,9 +64,8 @@ def put_into_cache(home: Path, revision: str, *, train: Path, test: Path) -> Non
 def prepare(root: Path, path: str, *, kind: str = "hub", split: str = "train") -> tuple[int, str, str]:
     """(exit code, the samples' tokens, the error) of this source with the tokenizer and cache in ``root``."""
     source = DataSource(path=path, kind=kind, split=split)  # type: ignore[arg-type]
-    done = python(
-        PREPARE, json.dumps(to_json(source)), root / "tokenizer", root / "tokens", home=root / "home"
-    )
+    words = (json.dumps(to_json(source)), root / "tokenizer", root / "tokens")
+    done = run_python("-c", PREPARE, *words, env=offline(root / "home"))
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr
 

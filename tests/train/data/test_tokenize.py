@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dslaunch.core.errors import ConfigError
-from dslaunch.train.data.dataset import prepare_dataset
+from dslaunch.train.data.dataset import TokenizingOptions, prepare_dataset
 from dslaunch.train.data.formats import parse_record
 from dslaunch.train.data.records import Record
 from dslaunch.train.data.rendering import Rendered, Renderer
@@ -53,13 +53,18 @@ def test_empty_answers_are_dropped_and_named(tokenizer: Any, write_jsonl: Any, t
     rows = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(3)]
     silent = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}
     source = write_jsonl([*rows, silent, {"prompt": "p", "completion": ""}])
-    settings = {"tokenizer": tokenizer, "max_length": 64, "cache_dir": tmp_path / "cache", "seed": 0}
-    report = prepare_dataset([source], max_dropped_fraction=0.5, **settings).report
+    settings: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_length": 64,
+        "cache_dir": tmp_path / "cache",
+        "seed": 0,
+    }
+    report = prepare_dataset([source], TokenizingOptions(max_dropped_fraction=0.5, **settings)).report
     assert (report.read, report.kept, report.dropped) == (5, 3, 2)
     said = "it has no answer, or an empty one"
     assert report.dropped_where == (f"{source.path}:4: {said}", f"{source.path}:5: {said}")
     with pytest.raises(ConfigError, match=f"data.jsonl:4: {said}"):
-        prepare_dataset([source], max_dropped_fraction=0.05, **settings)
+        prepare_dataset([source], TokenizingOptions(max_dropped_fraction=0.05, **settings))
 
 
 def test_prompt_and_completion_are_tokenised_together(tokenizer: Any) -> None:
