@@ -118,10 +118,10 @@ def test_shell_scripts_parse() -> None:
 
 def test_tests_see_no_cache_of_the_user() -> None:
     """The environment that conftest.py sets for every test."""
-    import tempfile
-
+    session_dir = Path(os.environ["TMPDIR"]).parent
+    assert session_dir.name.startswith("dslaunch-tests-")
     for name in ("HOME", "HF_HOME", "DSLAUNCH_CACHE", "XDG_CACHE_HOME"):
-        assert Path(os.environ[name]).is_relative_to(tempfile.gettempdir()), name
+        assert Path(os.environ[name]).is_relative_to(session_dir), name
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert "RANK" not in os.environ
