@@ -20,6 +20,7 @@ def run_plan(run_dir: Path, argv: tuple[str, ...] | None = None, **more: Any) ->
     )
     fields: dict[str, Any] = {
         "name": "tiny",
+        "seed": 1,
         "launch": launch,
         "optimizer": OptimizerPlan(type="AdamW", lr=1e-4, params={"lr": 1e-4, "betas": [0.9, 0.999]}),
         "ds_config": {"train_batch_size": 8, "optimizer": {"params": {"lr": 1e-4}}},
