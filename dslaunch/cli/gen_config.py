@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dslaunch.cli import options
+
+if TYPE_CHECKING:
+    from dslaunch.config.engine_plan import EnginePlan
+
+# Flags that make the scheduler block.
+_LENGTH = ("scheduler", "num_samples", "num_train_epochs", "max_steps", "warmup_steps", "warmup_ratio")
 
 
 @click.command("gen-config", context_settings={"help_option_names": ["-h", "--help"]})
@@ -22,6 +28,18 @@ from dslaunch.cli import options
 @click.option("--lr", type=float, metavar="RATE", help="Peak learning rate.")
 @click.option("--optimizer", metavar="NAME", help="AdamW, Adam, SGD or Lion.")
 @click.option("--model", metavar="MODEL", help="Model to plan for: hub id, directory or .gguf file.")
+@click.option(
+    "--scheduler",
+    type=click.Choice(["linear", "cosine", "constant"]),
+    help="Write a scheduler block, for a script of your own.",
+)
+@click.option("--num-samples", type=click.IntRange(min=1), metavar="N", help="Samples of the data.")
+@click.option("--num-train-epochs", type=float, metavar="E", help="Times each is seen (default 1).")
+@click.option("--max-steps", type=click.IntRange(min=1), metavar="N", help="Steps, in place of the two.")
+@click.option("--warmup-steps", type=click.IntRange(min=0), metavar="N", help="Steps of warm-up.")
+@click.option(
+    "--warmup-ratio", type=click.FloatRange(0, 1), metavar="R", help="Or their share (default 0.03)."
+)
 @options.training_options
 @options.cluster_options
 @options.template_option
@@ -47,6 +65,7 @@ def _render(
     import os
     from pathlib import Path
 
+    length = {name: flags.pop(name) for name in _LENGTH}
     gc.disable()  # a fraction of a second to live: collecting would only walk the imported modules
     from dslaunch.config.engine_plan import check_for_own_script, resolve_engine
     from dslaunch.config.facts import probe_facts
@@ -67,6 +86,25 @@ def _render(
     check_written_paths(report, facts)
     if engine:
         check_for_own_script(engine[0], report)
+        engine = (_with_scheduler(engine[0], length, run_file), engine[1])
     config = render_ds_config(engine[0], report, facts, engine[1].devices) if engine else {}
     report.raise_if_any()
     return config, tuple(report.notes)
+
+
+def _with_scheduler(engine: EnginePlan, flags: dict[str, Any], run_file: str | None) -> EnginePlan:
+    given = next((name for name, value in flags.items() if value is not None), None)
+    if given is None:
+        return engine
+    import dataclasses
+
+    from dslaunch.config.ds_scheduler import build_scheduler
+    from dslaunch.core.errors import ConfigError
+
+    if run_file is not None:
+        raise ConfigError(
+            f"--{given.replace('_', '-')} is for scripts of your own: a run file has its own schedule",
+            hint="set the scheduler section of the run file",
+        )
+    block = build_scheduler(flags, lr=engine.optimizer.lr, train_batch_size=engine.batch.train_batch_size)
+    return dataclasses.replace(engine, scheduler=block)

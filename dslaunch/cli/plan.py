@@ -10,6 +10,7 @@ import click
 from dslaunch.cli import options
 
 if TYPE_CHECKING:
+    from dslaunch.config.length import RunLength
     from dslaunch.core.plan import RunPlan
 
 SCHEMA_VERSION = 1
@@ -30,9 +31,12 @@ def command(
 
     Without RUN.yaml: what a script of your own takes, from --model and flags alone.
     """
+    from dataclasses import asdict
+
     from dslaunch.cli import plan_memory
     from dslaunch.cli.disk_space import disk_line, disk_of_run, disk_warning
     from dslaunch.cli.talk import note
+    from dslaunch.config.length import length_of_run
 
     if run_file is None:
         report, lines = plan_memory.plan_flags(set_, flags)
@@ -40,10 +44,11 @@ def command(
         plan, loaded = options.load_and_resolve_with_spec(
             run_file, set_=set_, run_dir=run_dir, **options.run_file_flags(flags)
         )
+        length = length_of_run(plan)
         memory, disk = plan_memory.memory_of_run(plan, loaded), disk_of_run(plan)
-        report = {**plan_report(plan), **plan_memory.memory_report(memory)}
+        report = {**plan_report(plan), "length": asdict(length), **plan_memory.memory_report(memory)}
         report["disk"] = None if disk is None else disk.to_json()
-        lines = [*plan_lines(plan), *plan_memory.memory_lines(memory)]
+        lines = [*plan_lines(plan), *length_lines(length), *plan_memory.memory_lines(memory)]
         if disk is not None:
             lines.append(disk_line(disk))
             if warning := disk_warning(disk):
@@ -83,6 +88,12 @@ def plan_lines(plan: RunPlan) -> list[str]:
             why += f" ({origin.source})"
         lines.append(f"{key:<40} {_shown(value):<24}  {why}")
     return [*lines, *dtype_lines(dtypes_of(plan))]
+
+
+def length_lines(length: RunLength) -> list[str]:
+    """The number of steps and of warm-up steps as lines of the plan."""
+    found = {"total_steps": length.total_steps, "warmup_steps": length.warmup_steps}
+    return [f"{'length.' + key:<40} {_shown(value):<24}  {length.reason}" for key, value in found.items()]
 
 
 def dtypes_of(plan: RunPlan) -> dict[str, str]:

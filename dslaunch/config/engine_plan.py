@@ -35,6 +35,7 @@ class EnginePlan:
     optimizer: OptimizerPlan
     zero_allow_untested_optimizer: bool
     batch: BatchPlan
+    scheduler: Mapping[str, Any] | None = None  # for scripts of one's own; our worker brings its own
 
     def context(self) -> dict[str, Any]:
         """The names that a template may use."""

@@ -93,6 +93,7 @@ def planned_values(engine: EnginePlan) -> dict[Path, Any]:
     if engine.zero_allow_untested_optimizer:
         values[("zero_allow_untested_optimizer",)] = True
     values |= {("zero_optimization", *path): v for path, v in leaves(engine.zero_options)}
+    values |= {("scheduler", *path): v for path, v in leaves(engine.scheduler or {})}
     values |= {("optimizer", "params", *path): v for path, v in leaves(engine.optimizer.params)}
     return values
 

@@ -10,23 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import SchedulerPlan
-
-
-def warmup_steps(scheduler: SchedulerPlan, total_steps: int) -> int:
-    """The number of warm-up steps, from ``warmup_steps`` or ``warmup_ratio`` (rounded up).
-
-    Raises ConfigError where the warm-up is longer than the training.
-    """
-    if scheduler.warmup_steps is not None:
-        steps = scheduler.warmup_steps
-    else:
-        steps = math.ceil((scheduler.warmup_ratio or 0.0) * total_steps)
-    if steps > total_steps:
-        raise ConfigError(
-            f"scheduler.warmup_steps {steps} is more than the {total_steps} steps of the training",
-            hint=f"use at most {total_steps}, or set scheduler.warmup_ratio instead",
-        )
-    return steps
+from dslaunch.core.training_length import warmup_steps
 
 
 def lr_lambda(scheduler: SchedulerPlan, total_steps: int) -> Callable[[int], float]:

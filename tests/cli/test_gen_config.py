@@ -386,3 +386,17 @@ def test_a_broken_template_does_not_hide_other_problems(capsys: pytest.CaptureFi
     assert code == 2
     assert "Error: my.j2:1: " in err
     assert "Error: --set: deepspeed.steps_per_print: " in err
+
+
+def test_a_scheduler_for_a_script_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--gpu", "a100", "--num-gpus-per-node", "2", "--train-batch-size", "8", "--scheduler", "linear")
+    found = config(capsys, *flags, "--num-samples", "100", "--lr", "3e-4")
+    params = found["scheduler"]["params"]
+    assert (params["total_num_steps"], params["warmup_max_lr"]) == (13, 3e-4)
+    code, out, err = run(capsys, *flags, "--num-samples", "7")
+    assert (code, out) == (2, "")
+    assert "7 samples x 1 epochs are fewer than train_batch_size 8" in err
+    Path("run.yaml").write_text(RUN)
+    code, _, err = run(capsys, "run.yaml", *flags, "--max-steps", "9")
+    assert code == 2
+    assert "--scheduler is for scripts of your own" in err

@@ -7,14 +7,12 @@ asking for step k, and nothing has to be saved or replayed.
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from dslaunch.core.errors import ConfigError
+from dslaunch.core.training_length import stream_length
 from dslaunch.train.data.order import seeded_permutation
 
 EMPTY_UNIT = -1
@@ -52,10 +50,6 @@ class BatchSchedule:
         shuffle: bool = True,
     ) -> None:
         assert train_batch_size == train_micro_batch_size_per_gpu * gradient_accumulation_steps * world_size
-        if num_units < 1:
-            raise ConfigError("there is no sample to train on", hint="check data.train")
-        if (num_train_epochs is None) == (max_steps is None):
-            raise ConfigError("set exactly one of num_train_epochs and max_steps")
         self.num_units = num_units
         self.train_batch_size = train_batch_size
         self.train_micro_batch_size_per_gpu = train_micro_batch_size_per_gpu
@@ -63,7 +57,7 @@ class BatchSchedule:
         self.world_size = world_size
         self.seed = seed
         self.shuffle = shuffle
-        self.stream_length = _stream_length(num_units, train_batch_size, num_train_epochs, max_steps)
+        self.stream_length = stream_length(num_units, train_batch_size, num_train_epochs, max_steps)
         self.total_steps = -(-self.stream_length // train_batch_size)
 
     def window_units(self, step: int) -> Int64Array:
@@ -112,20 +106,6 @@ class BatchSchedule:
         if not self.shuffle:
             return np.arange(self.num_units, dtype=np.int64)
         return _cached_permutation(self.num_units, self.seed, epoch)
-
-
-def _stream_length(
-    num_units: int, train_batch_size: int, num_train_epochs: float | None, max_steps: int | None
-) -> int:
-    if max_steps is not None:
-        if max_steps < 1:
-            raise ConfigError(f"max_steps is {max_steps}; it must be at least 1")
-        return max_steps * train_batch_size
-    assert num_train_epochs is not None
-    if not (math.isfinite(num_train_epochs) and num_train_epochs > 0):
-        raise ConfigError(f"num_train_epochs is {num_train_epochs}; it must be a positive number")
-    # Through the decimal text: as floats, 1.1 epochs of 50 units are 55.00000000000001 units, so 56.
-    return math.ceil(Fraction(repr(float(num_train_epochs))) * num_units)
 
 
 # Two epochs: a window that spans them asks for both in turn.

@@ -1,0 +1,66 @@
+"""How long a run is, as far as that is known before its data is tokenised."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dslaunch.core.data_files import JSON_LINES
+from dslaunch.core.plan import DataSource, RunPlan
+from dslaunch.core.training_length import total_steps, warmup_steps
+
+_LARGEST_COUNTED = 2**31  # bytes: some seconds of reading
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """``total_steps`` and ``warmup_steps``: None where they are not known. ``reason``: what they rest on.
+
+    ``exact``: False where tokenising may drop samples, or packs several into a row: at most so many then.
+    """
+
+    total_steps: int | None
+    warmup_steps: int | None
+    exact: bool
+    reason: str
+
+
+def length_of_run(plan: RunPlan) -> RunLength:
+    """Steps of a run, counted in its data where that is JSON lines on this machine.
+
+    Raises ConfigError where there is no sample, and where the warm-up is longer than the training.
+    """
+    size, epochs, most = plan.batch.train_batch_size, plan.num_train_epochs, plan.max_steps
+    if most is not None:
+        return RunLength(most, warmup_steps(plan.scheduler, most), True, "max_steps")
+    samples = count_samples(plan.data.train)
+    if samples is None:
+        reason = "known once the data is tokenised; only JSON lines of this machine are counted before"
+        return RunLength(None, plan.scheduler.warmup_steps, False, reason)
+    total = total_steps(samples, size, epochs, None)
+    reason = f"{samples} samples x {epochs:g} epochs / train_batch_size {size}, rounded up"
+    if plan.data.packing:
+        reason += "; at most: packing puts several samples in a row"
+    else:
+        reason += "; fewer if samples are dropped for their length"
+    return RunLength(total, warmup_steps(plan.scheduler, total), False, reason)
+
+
+def count_samples(sources: Sequence[DataSource]) -> int | None:
+    """Lines of all sources that are not blank; None where one is no file of JSON lines, or is very large."""
+    total = 0
+    for source in sources:
+        path = Path(source.path)
+        if source.kind != "file" or not path.name.lower().endswith(JSON_LINES):
+            return None
+        try:
+            if path.stat().st_size > _LARGEST_COUNTED:
+                return None
+            read = gzip.open if path.name.lower().endswith(".gz") else open
+            with read(path, "rb") as stream:
+                total += sum(1 for line in stream if line.strip())
+        except (OSError, EOFError):
+            return None  # the worker says what is wrong with it
+    return total
