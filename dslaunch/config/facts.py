@@ -28,7 +28,7 @@ _MAX_LINES = 2000  # of a hostfile that is read line by line for all that is wro
 class PathFact:
     """What a path of the run file is. ``absolute`` is it as seen from where it was written.
 
-    ``fault``: why a file cannot be read as data, as the end of "FILE ...".
+    ``fault``: why it cannot be read as data, as the end of "FILE ...".
     """
 
     kind: Literal["file", "directory", "missing"]
@@ -254,17 +254,19 @@ def look_at_path(key: str, text: str, base: Path) -> PathFact:
     """What ``text``, written for ``key`` (of :func:`written_paths`), is as seen from ``base``."""
     path = Path(os.path.normpath(base / Path(text).expanduser()))
     if path.is_dir():
-        return PathFact("directory", str(path))
+        return PathFact("directory", str(path), fault=_data_fault(path) if _is_data_key(key) else None)
     if path.exists():
         return PathFact("file", str(path), fault=_data_fault(path) if _is_data_key(key) else None)
     return PathFact("missing", str(path), _names_a_place(text, path), _nearest(path, is_hub_key(key)))
 
 
 def _data_fault(path: Path) -> str | None:
-    """What keeps a file from being read as data, as far as it can be told without reading it."""
-    if not is_data_file(path.name):
-        return "has none of the endings that are read as data"
+    """What keeps a file or directory from being read as data, as far as it can be told without reading it."""
     try:
+        if path.is_dir():
+            return None if any(path.iterdir()) else "is an empty directory"
+        if not is_data_file(path.name):
+            return "has none of the endings that are read as data"
         if not os.access(path, os.R_OK):
             return "may not be read by this user"
         return "is empty" if path.is_file() and path.stat().st_size == 0 else None

@@ -20,6 +20,8 @@ def check_written_paths(report: Report, facts: Facts) -> None:
         fact = facts.paths[key]
         if is_hub_key(key) and fact.kind == "missing":
             check_hub_id(key, text, fact, report)
+        elif is_hub_key(key):
+            check_data_file(key, text, fact, report)
         elif key == "model.chat_template" and fact.kind != "file":
             fail_missing(key, f"file {text}", fact, report)
 
@@ -56,11 +58,11 @@ def doubt_hub_id(text: str, fact: PathFact) -> Literal["path", "mistyped", "like
 
 
 def check_data_file(key: str, text: str, fact: PathFact, report: Report) -> None:
-    """Record a problem where the file ``text`` cannot be read as data."""
+    """Record a problem where the file or directory ``text`` cannot be read as data."""
     if fact.fault is None:
         return
     hint = None
-    if not is_data_file(text):
+    if fact.kind == "file" and not is_data_file(text):
         shape = f"{key.removesuffix('.path')}.format"
         hint = (
             f"write it as {describe_data_suffixes()}; {shape} names the keys of its records, not its ending"

@@ -61,6 +61,8 @@ at once, with line and key.
 - Paths in the file are relative to the file; paths on the command line, to where it was typed.
 - Numbers may be written as `1e-5` or `5e8`; a number in quotes is text, and an error where a number
   is meant. `no`, `yes`, `on` and `off` are truth values to YAML: quote them where text is meant.
+- The file is UTF-8 without a byte order mark. Other tools' names of a key or value (`learning_rate`,
+  `float16`) are errors that say what it is called here.
 - A path that exists is used; a name like `org/name` that does not is a hub id. A name without `/`
   that is nearly the name of something there is an error: write a hub id with its owner.
 - For completion in an editor, put this line at the top:

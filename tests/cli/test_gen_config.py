@@ -161,6 +161,15 @@ def test_paths_are_checked_here_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert config(capsys, *flags, "org/model")["train_batch_size"] == 8
 
 
+def test_data_of_a_kind_that_is_not_read_is_refused_here_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("d.csv").write_text("a,b\n")
+    Path("run.yaml").write_text("model: org/m\ndata: {train: d.csv}\ntrain_batch_size: 8\nprecision: fp32\n")
+    assert main(["gen-config", "run.yaml"]) == 2
+    assert "run.yaml:2: data.train[0].path: d.csv has none of the endings" in capsys.readouterr().err
+
+
 def test_a_wrong_hostfile_comes_with_the_other_problems(capsys: pytest.CaptureFixture[str]) -> None:
     Path("hosts").write_text("a slots=x y\nb\n")
     Path("run.yaml").write_text(RUN + "zero_optimization: {sub_group_size: 5}\ncluster: {hostfile: hosts}\n")

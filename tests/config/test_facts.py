@@ -61,6 +61,16 @@ def test_what_keeps_a_file_from_being_data(tmp_path: Path, name: str, text: str,
     assert probe(tmp_path, f"model: m\ndata: {{train: {name}}}\n").paths["data.train[0].path"].fault == fault
 
 
+def test_an_empty_directory_is_no_data(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    text = "model: d\ndata: {train: ./d}\n"
+    paths = probe(tmp_path, text).paths
+    assert paths["data.train[0].path"].fault == "is an empty directory"
+    assert paths["model.path"].fault is None
+    (tmp_path / "d/a.csv").write_text("x")  # which `datasets` reads where it is in a directory
+    assert probe(tmp_path, text).paths["data.train[0].path"].fault is None
+
+
 def test_a_hub_id_is_missing_without_a_parent(tmp_path: Path) -> None:
     fact = probe(tmp_path, "model: org/model\ndata: {train: org/d}\n").paths["model.path"]
     assert (fact.kind, fact.parent_exists, fact.nearest) == ("missing", False, None)
