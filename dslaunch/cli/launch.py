@@ -78,6 +78,12 @@ def _is_program(word: str) -> bool:
 @options.master_options
 @click.option("--via", metavar="WAY", help="Way to reach the hosts: auto (default), local or ssh.")
 @click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Start again up to N times after a failed rank or a lost host, from the last checkpoint.",
+)
+@click.option(
     "--env", multiple=True, metavar="K=V | K", help="Set K for the ranks; K alone: pass it on, unrecorded."
 )
 @options.run_dir_option
@@ -164,8 +170,8 @@ def _check_request(request: LaunchRequest, ctx: click.Context) -> None:
 def _run(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> int:
     from dslaunch.cli.launch_request import claim_run_dir, rank_plan
     from dslaunch.core.plan import RunPlan
+    from dslaunch.launch.restarts import supervise_with_restarts
     from dslaunch.launch.signals import SignalInbox
-    from dslaunch.launch.supervisor import supervise
 
     out = sys.stderr.buffer if as_json else sys.stdout.buffer
     # From the run directory on, a Ctrl-C is an end of the launch that is recorded there.
@@ -173,7 +179,7 @@ def _run(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> int:
         plan = claim_run_dir(plan, request)
         with _recorded(plan, resume=request.resume) as (events, keep_fds), _tidy(plan, request):
             _announce(plan)
-            outcome = supervise(
+            outcome = supervise_with_restarts(
                 rank_plan(plan, request), events=events, out=out, err=sys.stderr.buffer,
                 keep_fds=keep_fds, signals=signals, own_worker=isinstance(plan, RunPlan),
             )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from dslaunch.core.errors import ConfigError
     from dslaunch.core.plan import LaunchPlan, RunPlan
-    from dslaunch.core.topology import Topology
+    from dslaunch.core.topology import Host, Topology
     from dslaunch.launch.record import CommandPlan, RecordedPlan
 
 
@@ -32,6 +32,7 @@ class LaunchRequest:
     num_gpus_per_node: int | None
     gpu: str | None
     via: str | None
+    max_restarts: int | None
     inventory: str | None
     master_addr: str | None
     master_port: int | None
@@ -116,6 +117,7 @@ def _resolve_run_file(request: LaunchRequest) -> RunPlan:
         num_gpus_per_node=request.num_gpus_per_node,
         gpu=request.gpu,
         via=request.via,
+        max_restarts=request.max_restarts,
         inventory=request.inventory,
         master_addr=request.master_addr,
         master_port=request.master_port,
@@ -176,7 +178,7 @@ def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandP
 
     argv = tuple(utf8(word) for word in words)
     check_argv(argv, "launch")
-    device_type, topology, via = _command_ranks(request)
+    device_type, topology, via, spares = _command_ranks(request)
     name = _command_name(argv)
     launch = LaunchPlan(
         argv=argv,
@@ -185,6 +187,7 @@ def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandP
         cwd=utf8(os.getcwd()),
         device_type=device_type,
         via=via,
+        spare_hosts=spares if request.max_restarts else (),
     )
     if request.resume:
         recorded = load_recorded_plan(_recorded_path(launch.run_dir))
@@ -206,8 +209,8 @@ def _command_run_dir(request: LaunchRequest, name: str) -> Path:
 
 def _command_ranks(
     request: LaunchRequest,
-) -> tuple[Literal["cpu", "cuda"], Topology, Literal["local", "ssh"]]:
-    """Device type, hosts and the way to reach them, from flags alone."""
+) -> tuple[Literal["cpu", "cuda"], Topology, Literal["local", "ssh"], tuple[Host, ...]]:
+    """Device type, hosts, the way to reach them and spare hosts, from flags alone."""
     from dslaunch.core.allocation import probe_allocation
     from dslaunch.core.errors import ConfigError
 
@@ -217,7 +220,7 @@ def _command_ranks(
     flags = {name: getattr(request, name) for name in names}
     job = None if request.via == "local" or request.hostfile is not None else probe_allocation(os.environ)
     if job is None and all(value is None for value in flags.values()):
-        return *_local_ranks(request.num_gpus_per_node), "local"
+        return *_local_ranks(request.num_gpus_per_node), "local", ()
 
     from dslaunch.cli.options import flag_overrides
     from dslaunch.config.facts import probe_facts
@@ -233,7 +236,7 @@ def _command_ranks(
             raise problem
     hosts = resolve_hosts(loaded.spec.cluster, facts)
     via = choose_via(hosts, facts)[0] if request.via in (None, "auto") else request.via
-    return hosts.device_type, hosts.topology, "ssh" if via == "ssh" else "local"
+    return hosts.device_type, hosts.topology, "ssh" if via == "ssh" else "local", hosts.spares
 
 
 def _local_ranks(num_ranks: int | None) -> tuple[Literal["cpu", "cuda"], Topology]:
@@ -285,6 +288,7 @@ def _with_flags(launch: LaunchPlan, request: LaunchRequest) -> LaunchPlan:
         secret_env=tuple(secrets),
         master_addr=request.master_addr or launch.master_addr,
         master_port=request.master_port or launch.master_port,
+        max_restarts=launch.max_restarts if request.max_restarts is None else request.max_restarts,
     )
 
 

@@ -34,6 +34,7 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "master_addr": ("cluster", "master_addr"),
     "master_port": ("cluster", "master_port"),
     "via": ("launch", "via"),
+    "max_restarts": ("launch", "max_restarts"),
     "model": ("model", "path"),
     "precision": ("precision",),
     "zero_stage": ("zero_optimization", "stage"),

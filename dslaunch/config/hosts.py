@@ -33,6 +33,7 @@ class ResolvedHosts:
     groups: tuple[DeviceGroup, ...] | None
     device_type: Literal["cpu", "cuda"]
     device_reason: str
+    spares: tuple[Host, ...] = ()  # of the hostfile, beyond num_nodes
 
     @property
     def devices(self) -> tuple[Device, ...] | None:
@@ -61,7 +62,8 @@ def resolve_hosts(cluster: ClusterSpec, facts: Facts, *, runs_here: bool = True)
     if cluster.gpu is not None and cluster.inventory is not None:
         raise KeyProblem("cluster.inventory", "cluster.gpu is given too", hint="keep one of the two")
     if facts.hosts is not None:
-        return _from_hostfile(cluster, facts, facts.hosts, runs_here)
+        found = _from_hostfile(cluster, facts, facts.hosts, runs_here)
+        return replace(found, spares=_spares(cluster, facts.hosts))
     if (job := facts.allocation) is not None and (job.names or cluster.num_nodes is None):
         return _from_allocation(cluster, facts, job)
     for key in ("include", "exclude"):
@@ -187,6 +189,13 @@ def _known_device(kind: str | None) -> Device | None:
         return lookup_device(kind) if kind else None
     except ConfigError:
         return None
+
+
+def _spares(cluster: ClusterSpec, hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """The hosts that num_nodes leaves over, with as many slots as the chosen ones use."""
+    if cluster.num_nodes is None:
+        return ()
+    return select_hosts(hosts, num_gpus_per_node=cluster.num_gpus_per_node)[cluster.num_nodes :]
 
 
 def _are_here(hosts: Sequence[Host], facts: Facts, runs_here: bool) -> bool:

@@ -104,6 +104,9 @@ class LaunchSpec(Section):
     checkpoint_grace_s: NonNegativeFloat = Field(
         120.0, description="Seconds that a cancelled run has to save a checkpoint."
     )
+    max_restarts: NonNegativeInt = Field(
+        0, description="Starts that may follow a failed rank or a lost host, each from the last checkpoint."
+    )
     host_timeout_s: PositiveFloat = Field(
         30.0, description="Seconds of silence after which another host counts as lost."
     )

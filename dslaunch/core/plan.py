@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from dslaunch.core.errors import ConfigError
-from dslaunch.core.topology import Topology
+from dslaunch.core.topology import Host, Topology
 
 SCHEMA_VERSION = 1
 
@@ -171,6 +171,8 @@ class LaunchPlan:
     failure_grace_s: float = 5.0
     checkpoint_grace_s: float = 120.0
     host_timeout_s: float = 30.0  # of silence, after which a host counts as lost
+    max_restarts: int = 0
+    spare_hosts: tuple[Host, ...] = ()  # of the hostfile, beyond num_nodes: for hosts that fail again
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,14 @@ def lay_witness(plan: LaunchPlan, *, needed: bool) -> Iterator[Mapping[str, str]
         path.unlink(missing_ok=True)
 
 
+class HostsUnusable(EnvironmentNotReady):
+    """Hosts on which no rank can be started: ``hosts`` are their names."""
+
+    def __init__(self, message: str, hosts: Sequence[str], *, hint: str | None) -> None:
+        super().__init__(message, hint=hint)
+        self.hosts = tuple(hosts)
+
+
 class Startup:
     """What has been heard of each host so far, and what is still to be done before ranks can start.
 
@@ -188,26 +196,21 @@ class Startup:
         """MASTER_ADDR and MASTER_PORT, as the agent on host 0 found them."""
         return self._ready[0]["addr"], self._ready[0]["port"]
 
-    def refusal(self) -> EnvironmentNotReady | None:
+    def refusal(self) -> HostsUnusable | None:
         """The error that names every host that cannot be used, and why."""
         if not self._unusable:
             return None
-        items = list(self._unusable.items())
-        if len(items) == 1:
-            host, (why, hint) = items[0]
-            return EnvironmentNotReady(
-                f"host {host}: {why}; nothing was started", hint=hint or self._without([host])
-            )
-        lines = [f"  {host}: {why}" for host, (why, _) in items[:_SHOWN]]
-        if len(items) > _SHOWN:
-            lines.append(f"  and {len(items) - _SHOWN} more")
-        total = self.plan.topology.num_nodes
-        head = f"{len(items)} of {total} hosts cannot be used; nothing was started:"
+        hosts = list(self._unusable)
         hints = {hint for _, hint in self._unusable.values()}
-        common = hints.pop() if len(hints) == 1 else None
-        return EnvironmentNotReady(
-            "\n".join([head, *lines]), hint=common or self._without([h for h, _ in items])
-        )
+        hint = (hints.pop() if len(hints) == 1 else None) or self._without(hosts)
+        lines = [f"{host}: {why}" for host, (why, _) in self._unusable.items()]
+        if len(hosts) == 1:
+            return HostsUnusable(f"host {lines[0]}; nothing was started", hosts, hint=hint)
+        head = f"{len(hosts)} of {self.plan.topology.num_nodes} hosts cannot be used; nothing was started:"
+        shown = [head, *(f"  {line}" for line in lines[:_SHOWN])]
+        if len(hosts) > _SHOWN:
+            shown.append(f"  and {len(hosts) - _SHOWN} more")
+        return HostsUnusable("\n".join(shown), hosts, hint=hint)
 
     def _without(self, hosts: list[str]) -> str | None:
         if len(hosts) == self.plan.topology.num_nodes:

@@ -222,3 +222,19 @@ def test_filters_choose_hosts(bed: Testbed, over: Over) -> None:
     code, _, err = over("print(os.uname().nodename)", "--exclude", "node1").wait()
     assert code == 0, err
     assert [Path(f"run/logs/rank-{r}.log").read_text() for r in range(2)] == ["node2\n", "node3\n"]
+
+
+def test_a_lost_host_gives_way_to_a_spare(bed: Testbed, over: Over) -> None:
+    wait = "time.sleep(2 if os.environ.get('DSLAUNCH_RESTART_COUNT') else 300)"
+    code = f"touch(f'up-{{rank}}-{{os.uname().nodename}}'); {wait}"
+    launched = over(code, "--num-nodes", "2", "--max-restarts", "5")
+    wait_until(lambda: Path("up-1-node2").exists(), "rank 1 is up on node2")
+    bed.power_off("node2")
+    try:
+        exit_code, _, err = launched.wait()
+    finally:
+        bed.boot("node2")
+        bed.wait_for_ssh("node2")
+    assert exit_code == 0, err
+    assert Path("up-1-node3").exists()
+    assert [event["left_out"] for event in launched.events("restart")] == [[], ["node2"]]
