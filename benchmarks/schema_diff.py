@@ -84,6 +84,7 @@ class Recording(dict[str, Any]):
     def __init__(self, path: str, seen: dict[str, Found], values: dict[str, Any]) -> None:
         super().__init__(values)
         self.path, self.seen = path, seen
+        self.written: dict[str, Any] = {}
 
     def _note(self, key: object, default: Any = NO_DEFAULT) -> None:
         name = f"{self.path}.{key}" if self.path else str(key)
@@ -97,7 +98,7 @@ class Recording(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         self._note(key)
-        return super().__getitem__(key)
+        return super().__getitem__(key) if super().__contains__(key) else self.written[key]
 
     def __contains__(self, key: object) -> bool:
         self._note(key)
@@ -116,7 +117,8 @@ class Recording(dict[str, Any]):
         return super().get(key, *default)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """DeepSpeed writes defaults into what it was given; here nothing changes."""
+        """DeepSpeed writes defaults into what it was given; they are kept apart, so that it asks on."""
+        self.written[key] = value
 
 
 def shown(value: Any) -> str:

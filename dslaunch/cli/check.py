@@ -125,8 +125,10 @@ def report(checked: list[CheckedFile], *, strict: bool, as_json: bool, err: bool
     if as_json:
         import json
 
+        from dslaunch.core.finding import encodable
+
         found = {"schema_version": SCHEMA_VERSION, "files": [file.to_json() for file in checked]}
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False), err=err)
+        click.echo(encodable(json.dumps(found, indent=2, ensure_ascii=False)), err=err)
     else:
         for file in checked:
             _print(file, err)
@@ -145,11 +147,14 @@ def _check(path: str, target: Target) -> CheckedFile:
 
 
 def _print(file: CheckedFile, err: bool) -> None:
+    from dslaunch.core.finding import encodable
+
     for finding in file.findings:
         place = "".join(f":{number}" for number in (finding.line, finding.column) if number is not None)
-        click.echo(f"{file.path}{place}: {finding.severity}: {finding.message} [{finding.code}]", err=err)
+        line = f"{file.path}{place}: {finding.severity}: {finding.message} [{finding.code}]"
+        click.echo(encodable(line), err=err)
         if finding.hint:
-            click.echo(f"    hint: {finding.hint}", err=err)
+            click.echo(encodable(f"    hint: {finding.hint}"), err=err)
 
 
 def _print_summary(checked: list[CheckedFile]) -> None:
@@ -189,20 +194,17 @@ def _compare(path: str, other: str, as_json: bool) -> int:
     import json
 
     from dslaunch.config.check.compare import compare_configs
+    from dslaunch.core.finding import encodable
 
     found = compare_configs(_load(path), _load(other))
     if as_json:
         differences = [difference.to_json() for difference in found]
-        click.echo(
-            json.dumps(
-                {"schema_version": SCHEMA_VERSION, "a": path, "b": other, "differences": differences},
-                indent=2,
-                ensure_ascii=False,
-            )
-        )
+        report = {"schema_version": SCHEMA_VERSION, "a": path, "b": other, "differences": differences}
+        click.echo(encodable(json.dumps(report, indent=2, ensure_ascii=False)))
     else:
         for item in found:
-            click.echo(f"{item.key}: {json.dumps(item.a)} in {path}, {json.dumps(item.b)} in {other}")
+            line = f"{item.key}: {json.dumps(item.a)} in {path}, {json.dumps(item.b)} in {other}"
+            click.echo(encodable(line))
         if not found:
             talk(f"{path} and {other} mean the same")
     return EXIT_NO if found else EXIT_OK

@@ -334,7 +334,10 @@ def _number(match: re.Match[str], offset: int) -> int | float:
     """hjson makes a whole number of ``5e8``; json makes a float of it."""
     whole, fraction, exponent = match.groups()
     if not fraction and not exponent:
-        return int(whole)
+        try:
+            return int(whole)
+        except ValueError:  # Python's own limit for texts, which stops DeepSpeed as well
+            raise HjsonError(f"a number of {len(whole)} digits", offset) from None
     value = float(whole + (fraction or "") + (exponent or ""))
     if value in (float("inf"), float("-inf")):
         raise HjsonError("a number that is too large", offset)

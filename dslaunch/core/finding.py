@@ -49,3 +49,8 @@ def key_text(path: KeyPath) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
+
+
+def encodable(text: str) -> str:
+    """The text, with half a surrogate pair (JSON's ``"\\ud800"``) as that escape: it can be printed then."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

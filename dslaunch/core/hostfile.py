@@ -187,7 +187,7 @@ def _count(text: str) -> str:
 
 def _parse_slots(text: str, where: str) -> tuple[str, ...]:
     if re.fullmatch(r"[0-9]+", text):
-        count = int(text)
+        count = int(text) if len(text) < 10 else -1  # Python turns no text of 5,000 digits into a number
         if not 0 < count <= 4096:
             raise HostfileError(
                 f"{where}: slots={text}: a host has between 1 and 4096", hint="remove the line, or fix it"

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dslaunch.config.check.context import FILLED, PARENT, Checker
+from dslaunch.config.check.values import to_number
 from dslaunch.config.schema.optimizers import (
     GONE_OPTIMIZERS,
     NEEDED,
@@ -119,7 +120,8 @@ def _check_param(checker: Checker, section: str, key: str, value: Any) -> None:
         else "a whole number" if key in _COUNTS else "a number"
     )  # fmt: skip
     if not _fits(wanted, value, key):
-        number = _number(value) if wanted in ("a number", "a whole number") else None
+        text = value if isinstance(value, str) and wanted in ("a number", "a whole number") else ""
+        number = to_number(text)
         fix = None if number is None else f"write {number}"
         shown = f'"{value}"' if isinstance(value, str) else value
         edits = () if number is None else (Edit("set", path, number),)
@@ -148,14 +150,6 @@ def _fits(wanted: str, value: Any, key: str) -> bool:
     if isinstance(value, list):  # one learning rate for each parameter group
         return key.endswith(("_lr", "_mom")) or key == "eps"
     return number
-
-
-def _number(value: Any) -> float | int | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return int(number) if number == int(number) else number
 
 
 def _check_sign(checker: Checker, path: tuple[str, str, str], key: str, value: float) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dslaunch.config.check import CheckedConfig, Target, check_config
-from dslaunch.core.finding import Edit, Finding, KeyPath
+from dslaunch.core.finding import Edit, Finding, KeyPath, encodable
 
 _ROUNDS = 6
 
@@ -43,7 +43,7 @@ def repair_config(text: str, target: Target) -> Repaired | None:
         if not mended:
             break
         done += mended
-        text = json.dumps(value, indent=indent, ensure_ascii=False) + "\n"
+        text = encodable(json.dumps(value, indent=indent, ensure_ascii=False)) + "\n"
         checked = check_config(text, target)
     return Repaired(text, tuple(done), checked)
 
@@ -73,7 +73,7 @@ def _restore_decimals(value: dict[str, Any], decimals: set[KeyPath]) -> None:
             number = holder[path[-1]]
         except (TypeError, KeyError, IndexError):
             continue
-        if type(number) is int:
+        if type(number) is int and abs(number) < 2**53:  # beyond, a float may be another number
             holder[path[-1]] = float(number)
 
 

@@ -9,7 +9,10 @@ from dslaunch.config.check.context import Checker
 from dslaunch.config.hjson_reader import Document, HjsonError
 from dslaunch.core.finding import Edit, Finding, KeyPath
 
-_PLACEHOLDER = re.compile(r"\$\{?\w+\}?|\{\{.*?\}\}|\{%.*?%\}|^<[^<>]+>$")
+_TAG = re.compile(
+    r"\{\{[^{}\n]{0,200}\}\}|\{%[^{}\n]{0,200}%\}"
+)  # bounded: a long text must not take for ever
+_PLACEHOLDER = re.compile(rf"\$\{{?\w+\}}?|{_TAG.pattern}|^<[^<>]+>$")
 _CAPITALS = re.compile(r"^[A-Z][A-Z0-9_]{2,},?$")
 _WORDS = {"true": True, "false": False, "none": None, "null": None, "yes": True, "no": False}
 _DEVIATIONS = {
@@ -29,7 +32,7 @@ def unreadable(text: str, error: HjsonError, document: Document) -> Finding:
         message, hint = "this is a Git LFS pointer, not the config", "fetch the file itself: git lfs pull"
     elif re.search(r"^\s*```", text, re.MULTILINE):
         message, hint = "a Markdown fence (```) stands in the file", "remove the lines with ```"
-    elif found := re.search(r"\{[{%].*?[%}]\}", text):
+    elif found := _TAG.search(text):
         message = f"the template tag {found.group()} was never filled in"
         hint = "render the template, and check what comes out"
         line, column = document.position(found.start())

@@ -143,7 +143,7 @@ def _check_int(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
         _type_error(checker, path, key, value)
         return
     if isinstance(value, str):
-        number = _to_number(value)
+        number = to_number(value)
         whole = int(number) if number is not None and number == int(number) else None
         _type_error(checker, path, key, value, whole)
         return
@@ -164,7 +164,7 @@ def _check_int(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
 
 def _check_number(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        _type_error(checker, path, key, value, _to_number(value) if isinstance(value, str) else None)
+        _type_error(checker, path, key, value, to_number(value) if isinstance(value, str) else None)
         return
     _check_range(checker, path, key, value)
 
@@ -267,7 +267,8 @@ def _child_names(path: str) -> list[str]:
     return list(section_keys(path))
 
 
-def _to_number(text: str) -> int | float | None:
+def to_number(text: str) -> int | float | None:
+    """The number that a text holds, None for none; a comma behind it does not matter."""
     try:
         value = float(text.strip().rstrip(","))
     except ValueError:

@@ -98,26 +98,24 @@ class Job:
 
     def tasks_of(self, options: Mapping[str, str]) -> int | None:
         """Tasks on each node of an srun with these options of its own; None where they do not say."""
-        if (per_node := options.get("--ntasks-per-node", "")).isdecimal():
-            return int(per_node)
-        tasks, nodes = options.get("--ntasks", ""), options.get("--nodes", "")
-        if tasks:
-            number = int(nodes) if nodes.isdecimal() else self.nodes
-            return -(-int(tasks) // number) if tasks.isdecimal() and number else None
+        if per_node := _count(options.get("--ntasks-per-node", "")):
+            return per_node
+        if "--ntasks" in options:
+            tasks, nodes = _count(options["--ntasks"]), _count(options.get("--nodes", "")) or self.nodes
+            return -(-tasks // nodes) if tasks and nodes else None
         return self.tasks_per_node
 
     def _slurm_nodes(self) -> int | None:
         value = self.options.get("--nodes", ("", 0))[0]
-        if match := re.match(r"(\d+)", value):
-            return int(match[1])
+        if match := re.match(r"\d+", value):
+            return _count(match.group())
         if value or "--ntasks" in self.options:
             tasks, per_node = self.number("--ntasks"), self.number("--ntasks-per-node")
             return -(-tasks // per_node) if tasks and per_node and not value else None
         return None
 
     def number(self, option: str) -> int | None:
-        value = self.options.get(option, ("", 0))[0]
-        return int(value) if value.isdecimal() else None
+        return _count(self.options.get(option, ("", 0))[0])
 
     @cached_property
     def launches(self) -> list[Launch]:
@@ -239,18 +237,24 @@ def _split(text: str) -> list[str]:
         return text.split()
 
 
+def _count(text: str) -> int | None:
+    """A number that can be meant; None for other texts, 0 and what no cluster has."""
+    return int(text) or None if text.isdecimal() and len(text) < 8 else None
+
+
 def _pbs_nodes(text: str) -> int | None:
     if match := re.search(r"select=([^\s,]+)", text):
         chunks = [re.match(r"(\d+)", chunk) for chunk in match[1].split("+")]
-        return sum(int(chunk[1]) if chunk else 1 for chunk in chunks)
+        return sum((chunk and _count(chunk[1])) or 1 for chunk in chunks)
     match = re.search(r"nodes=(\d+)", text)
-    return int(match[1]) if match else None
+    return _count(match[1]) if match else None
 
 
 def _lsf_nodes(text: str) -> int | None:
     if match := re.search(r"-nnodes\s+(\d+)", text):
-        return int(match[1])
+        return _count(match[1])
     slots, per_host = re.search(r"-n\s+(\d+)", text), re.search(r"ptile=(\d+)", text)
-    if slots and per_host and int(per_host[1]):
-        return -(-int(slots[1]) // int(per_host[1]))
+    number, share = (_count(found[1]) if found else None for found in (slots, per_host))
+    if number and share:
+        return -(-number // share)
     return 1 if re.search(r"span\[hosts=1\]", text) else None
