@@ -10,6 +10,7 @@ from dslaunch.cli import options
 
 if TYPE_CHECKING:
     from dslaunch.config.engine_plan import EnginePlan
+    from dslaunch.config.spec_engine import EngineSpec
 
 # Flags that make the scheduler block.
 _LENGTH = ("scheduler", "num_samples", "num_train_epochs", "max_steps", "warmup_steps", "warmup_ratio")
@@ -86,25 +87,30 @@ def _render(
     check_written_paths(report, facts)
     if engine:
         check_for_own_script(engine[0], report)
-        engine = (_with_scheduler(engine[0], length, run_file), engine[1])
+        engine = (_with_scheduler(engine[0], length, loaded.spec), engine[1])
     config = render_ds_config(engine[0], report, facts, engine[1].devices) if engine else {}
     report.raise_if_any()
     return config, tuple(report.notes)
 
 
-def _with_scheduler(engine: EnginePlan, flags: dict[str, Any], run_file: str | None) -> EnginePlan:
+def _with_scheduler(engine: EnginePlan, flags: dict[str, Any], spec: EngineSpec) -> EnginePlan:
     given = next((name for name, value in flags.items() if value is not None), None)
     if given is None:
         return engine
     import dataclasses
 
     from dslaunch.config.ds_scheduler import build_scheduler
+    from dslaunch.config.spec import RunSpec
     from dslaunch.core.errors import ConfigError
 
-    if run_file is not None:
+    if isinstance(spec, RunSpec):
         raise ConfigError(
             f"--{given.replace('_', '-')} is for scripts of your own: a run file has its own schedule",
             hint="set the scheduler section of the run file",
+        )
+    if "scheduler" in spec.deepspeed:
+        raise ConfigError(
+            f"--{given.replace('_', '-')} and deepspeed.scheduler are both given", hint="keep one of the two"
         )
     block = build_scheduler(flags, lr=engine.optimizer.lr, train_batch_size=engine.batch.train_batch_size)
     return dataclasses.replace(engine, scheduler=block)

@@ -116,6 +116,8 @@ def _from_hostfile(
     if named is not None and not _all_cpu(named):
         return _with_devices(chosen, reason, named)
     if _are_here(chosen, facts, runs_here):
+        if named is None:
+            _check_slots(chosen, facts)
         return _with_devices(chosen, reason, _local_devices(facts, named))
     if named is not None:
         return _with_devices(chosen, reason, named)
@@ -204,6 +206,18 @@ def _are_here(hosts: Sequence[Host], facts: Facts, runs_here: bool) -> bool:
         return False
     # A name may have to be looked up: the first host that is elsewhere settles it.
     return all(host.name in facts.local_names for host in hosts)
+
+
+def _check_slots(hosts: Sequence[Host], facts: Facts) -> None:
+    """A machine that shows accelerators has at most as many slots. One without any runs on its CPU."""
+    present = len(facts.inventory.accelerators)
+    for host in hosts:
+        if 0 < present < len(host.slots):
+            raise KeyProblem(
+                "cluster.hostfile",
+                f"{host.name} has {len(host.slots)} slots, but this machine shows {present} devices",
+                hint=f"use slots={present}, or num_gpus_per_node {present}",
+            )
 
 
 def _another_machine(count: int) -> ResolvedHosts:

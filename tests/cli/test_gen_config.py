@@ -405,6 +405,8 @@ def test_a_scheduler_for_a_script_of_ones_own(capsys: pytest.CaptureFixture[str]
     code, out, err = run(capsys, *flags, "--num-samples", "7")
     assert (code, out) == (2, "")
     assert "7 samples x 1 epochs are fewer than train_batch_size 8" in err
+    both = ("--max-steps", "9", "--set", "deepspeed.scheduler={type: WarmupLR, params: {}}")
+    assert "--scheduler and deepspeed.scheduler are both given" in run(capsys, *flags, *both)[2]
     Path("run.yaml").write_text(RUN)
     code, _, err = run(capsys, "run.yaml", *flags, "--max-steps", "9")
     assert code == 2

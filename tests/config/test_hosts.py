@@ -97,6 +97,14 @@ def test_devices_of_other_hosts_are_not_guessed() -> None:
     assert hosts(CPU, hostfile="a slots=2\n", gpu="cpu").device_type == "cpu"
 
 
+def test_a_hostfile_of_this_machine_has_no_more_slots_than_devices() -> None:
+    assert slots(hosts(A100S, hostfile="here slots=4\n")) == {"here": "0,1,2,3"}
+    with pytest.raises(ConfigError, match=r"cluster\.hostfile: here has 8 slots, but this machine shows 4"):
+        hosts(A100S, hostfile="here slots=8\n")
+    assert slots(hosts(A100S, hostfile="here slots=8\n", num_gpus_per_node=4)) == {"here": "0,1,2,3"}
+    assert hosts(CPU, hostfile="here slots=8\n").device_type == "cpu"  # eight ranks on the CPU
+
+
 def test_devices_that_cannot_be_mixed() -> None:
     with pytest.raises(ConfigError, match="both cpu and GPUs"):
         hosts(num_gpus_per_node=2, gpu=("cpu", "a100"))
