@@ -221,7 +221,7 @@ def _load_error(
         return error
     if isinstance(error, ImportError):
         return EnvironmentNotReady(f"loading the {what} {source} needs another package: {one_line(error)}")
-    if has_no_answer(error):
+    if not Path(source).exists() and has_no_answer(error):
         return no_answer(source, error)
     if "trust_remote_code" in str(error):
         return ConfigError(
