@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dslaunch.core.errors import ConfigError
 
 _SPECIAL = re.compile(r"(\[[^\]]*\]|[*?\[\]])")
-_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_DIGITS = 9
+_RANGE = re.compile(rf"([0-9]{{1,{_DIGITS}}})(?:-([0-9]{{1,{_DIGITS}}}))?")
 
 
 def host_matcher(pattern: str) -> Callable[[str], bool]:
@@ -54,6 +55,8 @@ def _ranges(bracket: str, pattern: str) -> list[tuple[int, int, int]]:
 
 
 def _within(number: str, first: int, last: int, digits: int) -> bool:
+    if len(number) > _DIGITS:
+        return False
     return first <= int(number) <= last and number == f"{int(number):0{digits}d}"
 
 

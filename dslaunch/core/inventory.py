@@ -53,8 +53,12 @@ def parse_inventory(text: str, name: str) -> dict[str, Inventory]:
             raise ConfigError(
                 f"{name}:{error.lineno}:{error.colno}: not JSON: {error.msg}", hint=_HOW_TO_MAKE_ONE
             ) from None
-        except ValueError as error:
+        except _GivenTwice as error:
             raise ConfigError(f"{name}:{line}: {error}", hint="keep one of the two") from None
+        except (ValueError, RecursionError):  # numbers of thousands of digits, brackets as deep
+            raise ConfigError(
+                f"{name}:{line}: too long or too deep for JSON", hint=_HOW_TO_MAKE_ONE
+            ) from None
         for host, entry in _mapping(value, f"{name}:{line}", "host names").items():
             if host in hosts:
                 raise ConfigError(f"{name}:{line}: host {host} is given twice", hint="keep one of the two")
@@ -98,11 +102,15 @@ def probe_this_machine(environ: Mapping[str, str], *, root: Path = Path("/")) ->
     return replace(found, accelerators=told) if told else found
 
 
+class _GivenTwice(ValueError):
+    """A key that stands twice in one mapping."""
+
+
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+        raise _GivenTwice(f"{next(key for key in keys if keys.count(key) > 1)!r} is given twice")
     return found
 
 

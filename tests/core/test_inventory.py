@@ -66,6 +66,8 @@ def test_the_cpu_of_a_node() -> None:
         ("", "inv.json: no host in it"),
         ("{}", "no host in it"),
         ('{"a": {"accelerators": []}}\n{oops', "inv.json:2:2: not JSON"),
+        ("[" * 100_000, "inv.json:1: too long or too deep"),
+        ('{"a": ' + "9" * 5000 + "}", "inv.json:1: too long or too deep"),
         ("[1]", "inv.json:1: [1] is no mapping of host names"),
         ('{"a": 3}', "inv.json:1: a: 3 is no mapping"),
         ('{"a": {}}', "a: accelerators is no list"),
