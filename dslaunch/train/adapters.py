@@ -41,11 +41,12 @@ def add_adapter(model: Any, adapter: AdapterPlan) -> tuple[Any, str]:
     from peft import get_peft_model
 
     check_targets(model, adapter)
+    parted = _parted_from_its_twin(model, adapter)
     wrapped = get_peft_model(model, lora_config(adapter), autocast_adapter_dtype=False)
     count = len({name.rsplit(".lora_", 1)[0] for name, _ in wrapped.named_parameters() if ".lora_A." in name})
     if count == 0:
         raise _no_match("adapter.target_modules", " ".join(adapter.target_modules), linear_names(model))
-    return wrapped, f"{adapter.type} adapter of rank {adapter.r} on {count} layers"
+    return wrapped, f"{adapter.type} adapter of rank {adapter.r} on {count} layers{parted}"
 
 
 def check_targets(model: Any, adapter: AdapterPlan) -> None:
@@ -63,6 +64,20 @@ def check_targets(model: Any, adapter: AdapterPlan) -> None:
 def linear_names(model: Any) -> list[str]:
     """The last part of the name of every linear layer, each once, sorted."""
     return sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
+
+
+def _parted_from_its_twin(model: Any, adapter: AdapterPlan) -> str:
+    """What to add for the user where a head or embedding is trained that shares its weight with the other."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return ""
+    names = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if module in (head, embedding)}
+    trained = sorted(names & {*adapter.target_modules, *adapter.modules_to_save})
+    if not trained:
+        return ""
+    return (
+        f"; {' and '.join(trained)} parted: head and embedding were one weight, and a merged export has two"
+    )
 
 
 def _no_match(key: str, target: str, candidates: list[str]) -> ConfigError:

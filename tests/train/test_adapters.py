@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dslaunch.core.plan import ModelPlan
+from dslaunch.train.adapters import add_adapter
+from dslaunch.train.model import load_base_model
+from tests.support.plans import LORA
 from tests.support.tiny import make_tiny_model_dir, make_tiny_tokenizer
 from tests.train.case_results import CaseResults, run_case_ranks
 
@@ -111,3 +116,24 @@ def test_a_model_that_was_read_whole_under_zero_3_is_refused(ran: CaseResults) -
         error = ran.of_rank(rank, "too-early")
         assert error.startswith("EnvironmentNotReady: ")
         assert "was read whole on every rank, not partitioned as ZeRO stage 3 needs it: " in error
+
+
+@pytest.mark.parametrize(
+    ("tie", "more", "said"),
+    [
+        (True, {"modules_to_save": ("lm_head",)}, "; lm_head parted: head and embedding were one weight"),
+        (True, {"target_modules": ("embed_tokens", "q_proj")}, "; embed_tokens parted: head and embedding"),
+        (True, {}, ""),
+        (False, {"modules_to_save": ("lm_head",)}, ""),
+    ],
+)
+def test_a_head_that_is_parted_from_its_embedding_is_told(
+    tmp_path: Path, tie: bool, more: dict[str, tuple[str, ...]], said: str
+) -> None:
+    import torch
+
+    path = make_tiny_model_dir(tmp_path / "model", layers=1, tie=tie)
+    model = load_base_model(ModelPlan(path=str(path), kind="directory"), torch.float32)
+    note = add_adapter(model, replace(LORA, **{"target_modules": ("q_proj",), **more}))[1]
+    assert note.partition(" layers")[2].startswith(said)
+    assert bool(note.partition(" layers")[2]) is bool(said)

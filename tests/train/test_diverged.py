@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -22,12 +21,9 @@ def broken_model(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_loss_that_is_nan_in_the_first_step_stops_the_run(
-    ops_dir: Path, tmp_path: Path, stage: int
-) -> None:
+def test_a_loss_that_is_nan_in_the_first_step_stops_the_run(ops_dir: Path, tmp_path: Path) -> None:
     model, data = broken_model(tmp_path / "model"), write_questions(tmp_path / "train.jsonl")
-    plan = make_plan(tmp_path, model, data, zero_stage=stage, max_steps=50)
+    plan = make_plan(tmp_path, model, data, max_steps=50)
     results = run_ranks(["-m", "dslaunch.train.worker", "--plan", save_plan(plan)], world_size=2)
     assert [r.returncode for r in results] == [76, 76], describe(results)
     said = results[0].stderr + results[1].stderr
