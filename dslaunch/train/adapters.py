@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dslaunch.core.errors import ConfigError
+from dslaunch.core.errors import ConfigError, one_line
 from dslaunch.core.plan import AdapterPlan
 
 ALL_LINEAR = "all-linear"
@@ -42,8 +42,11 @@ def add_adapter(model: Any, adapter: AdapterPlan) -> tuple[Any, str]:
 
     check_targets(model, adapter)
     parted = _parted_from_its_twin(model, adapter)
-    wrapped = get_peft_model(model, lora_config(adapter), autocast_adapter_dtype=False)
-    count = len({name.rsplit(".lora_", 1)[0] for name, _ in wrapped.named_parameters() if ".lora_A." in name})
+    try:
+        wrapped = get_peft_model(model, lora_config(adapter), autocast_adapter_dtype=False)
+    except ValueError as error:  # such as a norm: "Target module LlamaRMSNorm() is not supported"
+        raise ConfigError(f"adapter.target_modules: peft refuses them: {one_line(error)}") from error
+    count = len({name.rsplit(".lora_", 1)[0] for name, _ in wrapped.named_parameters() if _is_lora_a(name)})
     if count == 0:
         raise _no_match("adapter.target_modules", " ".join(adapter.target_modules), linear_names(model))
     return wrapped, f"{adapter.type} adapter of rank {adapter.r} on {count} layers{parted}"
@@ -64,6 +67,10 @@ def check_targets(model: Any, adapter: AdapterPlan) -> None:
 def linear_names(model: Any) -> list[str]:
     """The last part of the name of every linear layer, each once, sorted."""
     return sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
+
+
+def _is_lora_a(name: str) -> bool:
+    return ".lora_A." in name or ".lora_embedding_A." in name
 
 
 def _parted_from_its_twin(model: Any, adapter: AdapterPlan) -> str:

@@ -145,6 +145,7 @@ def _write_merged_model(trained: _Trained, adapter: AdapterPlan, out: Path) -> f
     merged is the model that was trained. Returns the largest logit difference.
     """
     base = load_base_model(trained.model, trained.dtype).float()
+    _part_head_from_embedding(base)
     wrapped = _wrap(base, adapter).eval()
     check_tensors(trained.weights.tensors, _trainable_shapes(wrapped), trained.where)
     wrapped.load_state_dict(dict(trained.weights.tensors), strict=False)  # the rest is in the base
@@ -157,7 +158,7 @@ def _write_merged_model(trained: _Trained, adapter: AdapterPlan, out: Path) -> f
             f"the merged model differs from the adapter model: logits are up to {drift:.3g} apart",
             hint="export without --merge, and report this",
         )
-    _untie_if_different(merged)
+    _tie_if_equal(merged)
     _save_model(merged.to(trained.dtype), trained, out)
     return drift
 
@@ -221,12 +222,21 @@ def _trainable_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _untie_if_different(model: Any) -> None:
-    """Merging into one of two tied weights parts them: loading must not tie them again."""
+def _part_head_from_embedding(model: Any) -> None:
+    """Two weights where there was one, until it is known whether they stay equal: peft merges into both."""
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def _tie_if_equal(model: Any) -> None:
+    """Training or merging into one of two tied weights parts them: loading must not tie them again."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or not getattr(model.config, "tie_word_embeddings", False):
         return
-    if head.weight is not embedding.weight and not torch.equal(head.weight, embedding.weight):
+    if torch.equal(head.weight, embedding.weight):
+        head.weight = embedding.weight
+    else:
         model.config.tie_word_embeddings = False
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import ModelPlan
 from dslaunch.train.adapters import add_adapter
 from dslaunch.train.model import load_base_model
@@ -137,3 +138,12 @@ def test_a_head_that_is_parted_from_its_embedding_is_told(
     note = add_adapter(model, replace(LORA, **{"target_modules": ("q_proj",), **more}))[1]
     assert note.partition(" layers")[2].startswith(said)
     assert bool(note.partition(" layers")[2]) is bool(said)
+
+
+def test_a_target_that_peft_cannot_adapt_is_one_sentence(tmp_path: Path) -> None:
+    import torch
+
+    path = make_tiny_model_dir(tmp_path / "model", layers=1)
+    model = load_base_model(ModelPlan(path=str(path), kind="directory"), torch.float32)
+    with pytest.raises(ConfigError, match=r"adapter\.target_modules: peft refuses them: .*LlamaRMSNorm"):
+        add_adapter(model, replace(LORA, target_modules=("q_proj", "norm")))
