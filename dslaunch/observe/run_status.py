@@ -1,0 +1,253 @@
+"""What became of a run, read from its directory alone: nobody is asked, nothing is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dslaunch.core.errors import (
+    EXIT_CANCELLED_INT,
+    EXIT_CANCELLED_TERM,
+    EXIT_STOPPED_AT_CHECKPOINT,
+    ConfigError,
+)
+from dslaunch.core.events import to_jsonable
+from dslaunch.core.file_lock import is_held
+from dslaunch.core.run_dir import RunDir, checkpoint_step
+
+State = Literal["not started", "starting", "running", "done", "stopped", "cancelled", "failed", "gone"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a training run is: the last line of metrics.jsonl, and what it says of the time to go."""
+
+    step: int
+    total_steps: int | None
+    loss: float | None
+    lr: float | None
+    loss_scale: float | None
+    skipped_steps: int
+    tokens_per_s: float | None
+    time: str
+    seconds_left: float | None
+    eval_loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """``gone``: the launcher ended without a word, most often by KILL. ``stopped``: at a checkpoint."""
+
+    run_dir: str
+    name: str
+    state: State
+    exit_code: int | None
+    world_size: int
+    hosts: tuple[str, ...]
+    hosts_up: int
+    ranks_up: int
+    started: str | None
+    ended: str | None
+    restarts: int
+    trouble: tuple[str, ...]  # what went wrong, in words, first things first
+    progress: Progress | None
+    checkpoints: tuple[int, ...]
+    holder: str | None = None
+    failed_rank: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that ``status --json`` prints."""
+        values = {key: value for key, value in vars(self).items() if key != "progress"}
+        progress = None if self.progress is None else vars(self.progress)
+        report: dict[str, Any] = to_jsonable({"schema_version": 1, **values, "progress": progress})
+        return report
+
+
+@dataclass
+class _Story:
+    """The last start of a run as its events tell it."""
+
+    started: str | None = None
+    ended: str | None = None
+    exit_code: int | None = None
+    ranks_started: bool = False
+    hosts_up: set[str] = field(default_factory=set)
+    ranks_up: set[int] = field(default_factory=set)
+    restarts: int = 0
+    total_steps: int | None = None
+    trouble: list[str] = field(default_factory=list)
+    failed_rank: int | None = None
+
+    def add(self, event: dict[str, Any]) -> None:
+        kind = event.get("kind")
+        if kind == "launch_start":
+            restarts = self.restarts
+            self.__init__(started=event["time"], restarts=restarts)  # type: ignore[misc]
+        elif kind == "restart":
+            self.restarts = event["number"]
+        elif kind == "host_up":
+            self.hosts_up.add(event["host"])
+        elif kind == "rank_start":
+            self.ranks_started = True
+            self.ranks_up.add(event["rank"])
+        elif kind == "rank_exit":
+            self.ranks_up.discard(event["rank"])
+        elif kind in ("train_start", "resumed"):
+            self.total_steps = event.get("total_steps")
+        elif kind == "first_failure":
+            self.failed_rank = event["rank"]
+            self.trouble = [f"rank {event['rank']} on {event['host']} failed first: it {event['how']}"]
+        elif kind == "host_lost":
+            self.trouble.append(f"host {event['host']} was lost: {event['how']}")
+        elif kind == "launch_end":
+            self.ended, self.exit_code = event["time"], event["exit_code"]
+            if event.get("refused"):
+                self.trouble.append(event["refused"])
+
+
+def load_status(path: Path) -> RunStatus:
+    """The status of the run in ``path``. Raises ConfigError where there is no run."""
+    run_dir = RunDir(path)
+    plan = _load_plan(run_dir)
+    story = _Story()
+    for event in read_lines(run_dir.events):
+        story.add(event)
+    holder = _holder(path / ".lock")
+    launch = plan.get("launch", {})
+    hosts = tuple(host["name"] for host in launch.get("topology", {}).get("hosts", ()))
+    progress = _progress(read_lines(run_dir.metrics), story.total_steps)
+    return RunStatus(
+        run_dir=str(path.absolute()),
+        name=str(plan.get("name", path.name)),
+        state=_state(story, is_alive=holder is not None),
+        exit_code=story.exit_code,
+        world_size=sum(len(host["slots"]) for host in launch.get("topology", {}).get("hosts", ())),
+        hosts=hosts,
+        hosts_up=len(story.hosts_up),
+        ranks_up=len(story.ranks_up),
+        started=story.started,
+        ended=story.ended,
+        restarts=story.restarts,
+        trouble=tuple(story.trouble),
+        progress=progress,
+        checkpoints=_checkpoints(run_dir),
+        holder=holder,
+        failed_rank=story.failed_rank,
+    )
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; a line that is not whole yet, or no object, is left out."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                try:
+                    value = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(value, dict):
+                    yield value
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _load_plan(run_dir: RunDir) -> dict[str, Any]:
+    if not run_dir.path.is_dir():
+        raise ConfigError(f"no such run directory: {run_dir.path}", hint=_nearest(run_dir.path))
+    try:
+        plan = json.loads(run_dir.plan.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "give the directory that `dslaunch launch` named, which holds plan.json"
+        raise ConfigError(f"{run_dir.path} holds no run: there is no plan.json in it", hint=hint) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {run_dir.plan}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{run_dir.plan} is not JSON") from None
+    if not isinstance(plan, dict):
+        raise ConfigError(f"{run_dir.plan} is no plan")
+    return plan
+
+
+def _nearest(path: Path) -> str | None:
+    import difflib
+
+    if not path.absolute().parent.is_dir():
+        return None
+    names = [entry.name for entry in path.absolute().parent.iterdir() if entry.is_dir()]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.with_name(near[0])}?" if near else None
+
+
+def _holder(lock: Path) -> str | None:
+    """Who runs the launch, where one runs; None also where the file system cannot tell."""
+    try:
+        if not is_held(lock):
+            return None
+        return lock.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+    except OSError:
+        return None
+
+
+def _state(story: _Story, *, is_alive: bool) -> State:
+    if story.started is None:
+        return "starting" if is_alive else "not started"
+    if is_alive:
+        return "running" if story.ranks_started and story.ended is None else "starting"
+    if story.exit_code is None:
+        return "gone"
+    if story.exit_code == 0:
+        return "done"
+    if story.exit_code == EXIT_STOPPED_AT_CHECKPOINT:
+        return "stopped"
+    cancelled = story.exit_code in (EXIT_CANCELLED_INT, EXIT_CANCELLED_TERM, 129) and not story.trouble
+    return "cancelled" if cancelled else "failed"
+
+
+def _progress(rows: Iterable[dict[str, Any]], total_steps: int | None) -> Progress | None:
+    last: dict[str, Any] | None = None
+    before = 0  # the step of the line before the last
+    eval_loss = None
+    skipped: set[int] = set()
+    for row in rows:
+        if row.get("kind") == "train":
+            before = 0 if last is None or last["step"] >= row["step"] else last["step"]
+            last = row
+            if row.get("skipped"):
+                skipped.add(row["step"])
+        elif row.get("kind") == "eval":
+            eval_loss = _number(row.get("loss"))
+    if last is None:
+        return None
+    step, seconds = int(last["step"]), _number(last.get("seconds"))
+    to_go = None if total_steps is None else max(0, total_steps - step)
+    left = None if to_go is None or seconds is None else to_go * seconds / max(1, step - before)
+    return Progress(
+        step=step,
+        total_steps=total_steps,
+        loss=_number(last.get("loss")),
+        lr=_number(last.get("lr")),
+        loss_scale=_number(last.get("loss_scale")),
+        skipped_steps=len(skipped),
+        tokens_per_s=_number(last.get("tokens_per_s")),
+        time=str(last.get("time")),
+        seconds_left=left,
+        eval_loss=eval_loss,
+    )
+
+
+def _number(value: Any) -> float | None:
+    """metrics.jsonl writes what JSON cannot hold as text: ``nan``, ``inf``."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _checkpoints(run_dir: RunDir) -> tuple[int, ...]:
+    steps = (checkpoint_step(path) for path in run_dir.checkpoints.glob("step-*"))
+    return tuple(sorted(step for step in steps if step is not None))

@@ -1,0 +1,76 @@
+"""Last lines of logs, groups of ranks that say the same, and following."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dslaunch.core.errors import ConfigError
+from dslaunch.observe.rank_logs import find_ranks, follow, group_tails, last_lines, span
+
+
+def write(tmp_path: Path, **texts: str) -> None:
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (tmp_path / "logs" / f"rank-{name[1:]}.log").write_bytes(text.encode("utf-8", "surrogateescape"))
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "wanted"),
+    [
+        ("", 5, []),
+        ("a\nb\nc\n", 2, ["b", "c"]),
+        ("a\nb\nc", 2, ["b", "c"]),
+        ("a\nb\nc\n", 9, ["a", "b", "c"]),
+        ("a\n\n\n", 2, ["", ""]),
+        ("a\n", 0, []),
+        ("10%\r20%\r30%\rdone\nnext\r\n", 5, ["done", "next"]),
+        ("\udcff\n", 1, ["\ufffd"]),
+    ],
+)
+def test_last_lines(tmp_path: Path, text: str, count: int, wanted: list[str]) -> None:
+    write(tmp_path, r0=text)
+    assert last_lines(tmp_path / "logs/rank-0.log", count) == wanted
+
+
+def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
+    write(tmp_path, r0="x" * 200_000 + "\n" + "".join(f"{i}\n" for i in range(100_000)))
+    assert last_lines(tmp_path / "logs/rank-0.log", 3) == ["99997", "99998", "99999"]
+
+
+def test_ranks_that_say_the_same_are_one_group(tmp_path: Path) -> None:
+    write(tmp_path, r0="a\n", r1="b\n", r2="a\n", r10="a\n")
+    assert find_ranks(tmp_path) == [0, 1, 2, 10]
+    assert group_tails(tmp_path, [0, 1, 2, 10], 5) == [([0, 2, 10], ["a"]), ([1], ["b"])]
+    assert span([0, 1, 2, 4, 7, 8]) == "0-2, 4, 7-8"
+
+
+def test_a_rank_without_a_log(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no rank has written a log"):
+        find_ranks(tmp_path)
+    write(tmp_path, r0="", r1="")
+    with pytest.raises(ConfigError, match="rank 7 has no log") as caught:
+        find_ranks(tmp_path, [1, 7])
+    assert caught.value.hint == "there are ranks 0-1"
+
+
+def test_following_shows_what_is_added_and_ends_with_the_run(tmp_path: Path) -> None:
+    write(tmp_path, r0="old\n", r1="old\n")
+    over = threading.Event()
+
+    def add() -> None:
+        for rank, text in ((0, "one\ntw"), (1, "x\n"), (0, "o\n")):
+            with (tmp_path / f"logs/rank-{rank}.log").open("a") as stream:
+                stream.write(text)
+            time.sleep(0.05)
+        over.set()
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    lines = list(follow(tmp_path, [0, 1], over.is_set))
+    thread.join()
+    assert sorted(lines) == [(0, "one"), (0, "two"), (1, "x")]
+    assert [line for rank, line in lines if rank == 0] == ["one", "two"]

@@ -1,0 +1,131 @@
+"""The status of a run from its files, in every state that a run can be left in."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dslaunch.core.errors import ConfigError
+from dslaunch.observe.run_status import RunStatus, load_status
+
+START = {"kind": "launch_start", "time": "2026-01-02T03:04:05.000Z"}
+UP = {"kind": "host_up", "host": "a"}
+RANKS = [{"kind": "rank_start", "rank": rank, "host": "a"} for rank in (0, 1)]
+FAILED = {"kind": "first_failure", "rank": 1, "host": "a", "how": "exited with code 9"}
+
+
+def end(code: int, **more: Any) -> dict[str, Any]:
+    return {"kind": "launch_end", "time": "2026-01-02T03:05:05.000Z", "exit_code": code, **more}
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]], tail: str = "") -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+
+
+def run(tmp_path: Path, events: list[dict[str, Any]], metrics: list[dict[str, Any]] | None = None) -> Path:
+    path = tmp_path / "r"
+    path.mkdir()
+    hosts = [{"name": "a", "slots": ["0", "1"]}]
+    (path / "plan.json").write_text(json.dumps({"name": "x", "launch": {"topology": {"hosts": hosts}}}))
+    write_lines(path / "events.jsonl", events, tail='{"kind": "rank_st')  # one is being written
+    if metrics is not None:
+        write_lines(path / "metrics.jsonl", metrics)
+    return path
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    with (path / ".lock").open("w") as lock:
+        lock.write("process 7 on node-1\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def test_while_a_launch_holds_the_directory(tmp_path: Path) -> None:
+    path = run(tmp_path, [])
+    with held(path):
+        assert load_status(path).state == "starting"
+        write_lines(path / "events.jsonl", [START, UP])
+        assert (load_status(path).state, load_status(path).hosts_up) == ("starting", 1)
+        write_lines(path / "events.jsonl", [START, UP, *RANKS])
+        status = load_status(path)
+    assert (status.state, status.ranks_up, status.world_size) == ("running", 2, 2)
+    assert status.holder == "process 7 on node-1"
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], "not started"),
+        ([START, UP, *RANKS], "gone"),
+        ([START, UP, *RANKS, end(0)], "done"),
+        ([START, UP, *RANKS, end(75)], "stopped"),
+        ([START, UP, *RANKS, end(143)], "cancelled"),
+        ([START, UP, *RANKS, FAILED, end(143)], "failed"),  # a rank that was killed by TERM
+        ([START, UP, *RANKS, FAILED, end(9)], "failed"),
+        ([START, end(3, refused="host a: no program x; nothing was started")], "failed"),
+        ([START, UP, *RANKS, FAILED, end(9), START, UP, *RANKS, end(0)], "done"),
+    ],
+)
+def test_afterwards(tmp_path: Path, events: list[dict[str, Any]], state: str) -> None:
+    assert load_status(run(tmp_path, events)).state == state
+
+
+def test_what_went_wrong_is_that_of_the_last_start(tmp_path: Path) -> None:
+    again = [{"kind": "restart", "number": 1}]
+    first = load_status(run(tmp_path, [START, UP, *RANKS, FAILED, end(9)]))
+    assert first.trouble == ("rank 1 on a failed first: it exited with code 9",)
+    assert (first.failed_rank, first.exit_code, first.restarts) == (1, 9, 0)
+    write_lines(tmp_path / "r/events.jsonl", [START, UP, *RANKS, FAILED, end(9), *again, START, UP, *RANKS])
+    second = load_status(tmp_path / "r")
+    assert (second.trouble, second.failed_rank, second.restarts) == ((), None, 1)
+
+
+def training(tmp_path: Path, *rows: dict[str, Any]) -> RunStatus:
+    events = [START, UP, *RANKS, {"kind": "train_start", "total_steps": 100}]
+    return load_status(run(tmp_path, events, [{"time": "t", "kind": "train", **row} for row in rows]))
+
+
+def test_progress_and_the_time_to_go(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": 10, "loss": 2.0, "skipped": True, "seconds": 30.0},
+        {"step": 20, "loss": 1.5, "skipped": False, "seconds": 20.0, "loss_scale": 64.0, "lr": 1e-4},
+        {"kind": "eval", "step": 20, "loss": 1.25},
+    ]
+    progress = training(tmp_path, *rows).progress
+    assert progress is not None
+    assert (progress.step, progress.total_steps, progress.loss, progress.eval_loss) == (20, 100, 1.5, 1.25)
+    assert (progress.skipped_steps, progress.loss_scale, progress.lr) == (1, 64.0, 1e-4)
+    assert progress.seconds_left == 160.0  # 20 s for the last 10 steps, 80 steps to go
+
+
+def test_a_loss_that_is_not_finite_stays_strict_json(tmp_path: Path) -> None:
+    status = training(tmp_path, {"step": 1, "loss": "nan", "seconds": 1.0})
+    text = json.dumps(status.to_json(), allow_nan=False)
+    assert json.loads(text)["progress"]["loss"] == "nan"
+
+
+def test_checkpoints_in_their_order(tmp_path: Path) -> None:
+    path = run(tmp_path, [START])
+    for name in ("step-10", "step-9", "step-100", "step-x", "tmp-step-11"):
+        (path / "checkpoints" / name).mkdir(parents=True)
+    assert load_status(path).checkpoints == (9, 10, 100)
+
+
+def test_where_there_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ConfigError, match="no such run directory") as caught:
+        load_status(tmp_path / "runn")
+    assert caught.value.hint == f"did you mean {tmp_path / 'run'}?"
+    with pytest.raises(ConfigError, match="holds no run: there is no plan"):
+        load_status(tmp_path / "run")
+    (tmp_path / "run/plan.json").write_text("[")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        load_status(tmp_path / "run")
