@@ -28,7 +28,7 @@ def test_a_run_that_goes_on_and_is_then_cancelled(tmp_path: Path, capsys: pytest
     run = str(tmp_path / "run")
     with launched(tmp_path, "print(f'rank {rank} here', flush=True); time.sleep(300)") as job:
         logs = [tmp_path / f"run/logs/rank-{rank}.log" for rank in (0, 1)]
-        wait_until(lambda: all(log.exists() and "here" in log.read_text() for log in logs), "the ranks are up")
+        wait_until(lambda: all(log.exists() and "here" in log.read_text() for log in logs), "both are up")
         out = said(capsys, "status", run)
         assert "running for" in out
         assert "2 of 2 ranks up on localhost; launched by process" in out
