@@ -79,10 +79,14 @@ def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest) -> None:
 
     Raises ConfigError or EnvironmentNotReady.
     """
+    from dslaunch.cli.host_check import check_host_memory
+    from dslaunch.core.plan import RunPlan
     from dslaunch.launch.claim import check_run_dir, check_writable
     from dslaunch.launch.ready import check_ready
 
     check_ready(plan.launch)
+    if isinstance(plan, RunPlan):
+        check_host_memory(plan)
     run_dir = Path(plan.launch.run_dir)
     if request.resume or names_run_dir(plan, request):
         check_run_dir(run_dir, resume=request.resume)

@@ -44,7 +44,7 @@ def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
     from dslaunch.config.memory.capacity import host_gib
     from dslaunch.config.memory.of_run import setup_of_run
 
-    path = _local_model(plan.model.kind, plan.model.path, plan.model.revision)
+    path = local_model(plan.model.kind, plan.model.path, plan.model.revision)
     if path is None:
         note(f"memory is not planned: {plan.model.path} is not on this machine")
         return None
@@ -68,7 +68,7 @@ def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:
         raise ConfigError(f"{key} auto: no model is given to plan for", hint="name it with --model")
     fact = facts.paths["model.path"]
     known = fact.kind != "missing"
-    path = _local_model("local" if known else "hub", fact.absolute if known else model.path, model.revision)
+    path = local_model("local" if known else "hub", fact.absolute if known else model.path, model.revision)
     if path is None:
         raise ConfigError(
             f"{loaded.where('model.path')}{key} auto: how large {model.path} is is not known here:"
@@ -78,7 +78,8 @@ def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:
     return _load(path)
 
 
-def _local_model(kind: str, path: str, revision: str | None) -> Path | None:
+def local_model(kind: str, path: str, revision: str | None) -> Path | None:
+    """Where the model of a plan lies on this machine; None for a hub id that is not in the cache."""
     from dslaunch.config.memory.hub import cached_model
 
     return cached_model(path, revision, os.environ) if kind == "hub" else Path(path)

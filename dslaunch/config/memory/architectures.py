@@ -58,6 +58,8 @@ def dimensions(config: Config) -> Dimensions:
         head_dim=_head_dim(sizes),
         gated=family.gated,
         qk_norm=family.qk_norm,
+        family=str(config.get("model_type", "")),
+        experts_per_token=int(sizes["num_experts_per_tok"]) if num_experts(sizes) else 0,
     )
 
 

@@ -129,6 +129,7 @@ _GGUF_LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+_GGUF_FAMILIES = {"gptneox": "gpt_neox", "phi2": "phi", "gemma3": "gemma3_text"}
 _GGUF_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GGUF_BUFFERS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -191,4 +192,6 @@ def _gguf_dimensions(metadata: dict[str, Any], tensors: list[Tensor], path: Path
         head_dim=number("attention.key_length", hidden // heads),
         gated=any(".ffn_gate" in name for name in by_name),
         qk_norm="blk.0.attn_q_norm.weight" in by_name,
+        family=_GGUF_FAMILIES.get(str(kind), str(kind)),
+        experts_per_token=experts,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from dslaunch.config.memory.activations import activation_items
 from dslaunch.config.memory.host import HOST_PHASES, checkpoint_bytes, host_items
-from dslaunch.config.memory.items import ALWAYS, OUTSIDE, Item, peak_phase, rest_size, size_at
+from dslaunch.config.memory.items import ALWAYS, ON_DISK, OUTSIDE, Item, peak_phase, rest_size, size_at
 from dslaunch.config.memory.offload import rank_items
 from dslaunch.config.memory.roles import critics, with_other_models
 from dslaunch.config.memory.setup import Setup, worst_rank
@@ -129,6 +129,15 @@ def plan_memory(
         host_capacity_bytes=None if host_gib is None else int(host_gib * GIB),
         on_cpu=setup.device_type == "cpu",
     )
+
+
+def resting_on_host(setup: Setup) -> int:
+    """Bytes of one host between two steps that are no estimate: what is offloaded, and a CPU's own states."""
+    device, host = rank_items(setup, 0)
+    here = [item for item in host if ON_DISK not in item.when]
+    if setup.device_type == "cpu":
+        here += device
+    return rest_size(here) * setup.ranks_per_host
 
 
 def _outside(setup: Setup, peak: int) -> list[Item]:

@@ -24,7 +24,8 @@ class Tensor:
 class Dimensions:
     """Sizes of a decoder. ``intermediate`` is that of all MLPs a token passes through in one layer.
 
-    ``gated``: the MLP multiplies two projections (SwiGLU) in place of one activation.
+    ``gated``: the MLP multiplies two projections (SwiGLU) in place of one activation. ``family`` is the
+    model_type, empty where it is not known. ``experts_per_token``: 0 without a mixture of experts.
     """
 
     vocab: int
@@ -36,6 +37,8 @@ class Dimensions:
     head_dim: int
     gated: bool = True
     qk_norm: bool = False
+    family: str = ""
+    experts_per_token: int = 0
 
 
 @dataclass(frozen=True)

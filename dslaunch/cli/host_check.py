@@ -1,0 +1,59 @@
+"""What keeps a run from starting here for want of host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dslaunch.core.plan import RunPlan
+
+
+def check_host_memory(plan: RunPlan) -> None:
+    """Raises EnvironmentNotReady where this host cannot hold what its ranks keep between two steps.
+
+    Only that sum is certain: what is offloaded, and on a CPU weights, gradients and states. Activations,
+    libraries and loading are estimates, and of other hosts nothing is known: ``dslaunch plan`` shows those.
+    """
+    needed, offered = _certain_bytes(plan), _offered_bytes()
+    if offered is None or needed <= offered:
+        return
+    from dslaunch.core.errors import EnvironmentNotReady
+
+    what = "the ranks keep" if plan.launch.device_type == "cpu" else "is offloaded"
+    raise EnvironmentNotReady(
+        f"this host cannot hold what {what} between two steps: {needed / 2**30:.1f} GiB, and a job may use"
+        f" {offered / 2**30:.1f} GiB here; nothing was started",
+        hint="dslaunch plan with the same arguments shows the sum and what would fit",
+    )
+
+
+def _offered_bytes() -> int | None:
+    from dslaunch.core.host_memory import local_memory_bytes
+
+    return local_memory_bytes()
+
+
+def _certain_bytes(plan: RunPlan) -> int:
+    """0 where no rank runs here, nothing lies in its memory, or the model's sizes are not known."""
+    from dslaunch.core.topology import is_this_machine
+
+    ranks = [len(host.slots) for host in plan.launch.topology.hosts if is_this_machine(host.name)]
+    zero = plan.ds_config.get("zero_optimization") or {}
+    offloads = [zero.get(part) for part in ("offload_optimizer", "offload_param")]
+    if not ranks or (plan.launch.device_type != "cpu" and not any(offloads)):
+        return 0
+    from dslaunch.cli.plan_memory import local_model
+    from dslaunch.config.memory.model import load_model_facts
+    from dslaunch.config.memory.of_run import setup_of_run
+    from dslaunch.config.memory.planner import resting_on_host
+    from dslaunch.core.errors import ConfigError
+
+    path = local_model(plan.model.kind, plan.model.path, plan.model.revision)
+    if path is None:
+        return 0
+    try:
+        setup = setup_of_run(plan, load_model_facts(path))
+    except ConfigError:  # the worker's to tell, with all that it knows
+        return 0
+    return resting_on_host(dataclasses.replace(setup, ranks_per_host=sum(ranks)))
