@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -48,11 +49,15 @@ class Case:
     offload: str = ""  # "optimizer", or "optimizer+param"
     tied: bool = False
     sub_group_size: int = 1_000_000_000
+    bucket: int = 20_000
+    task: str = "sft"  # "dpo" has a frozen reference beside it, "ppo" a reward model and a critic as well
 
     @property
     def name(self) -> str:
         parts = [f"z{self.stage}", self.method, self.precision, f"gas{self.accumulation}", self.offload]
         parts += ["tied"] if self.tied else []
+        parts += [self.task] if self.task != "sft" else []
+        parts += [f"bucket{self.bucket}"] if self.bucket != BUCKET else []
         parts += [f"group{self.sub_group_size}"] if self.sub_group_size < 1_000_000_000 else []
         return " ".join(filter(None, parts))
 
@@ -66,6 +71,9 @@ def cases(everything: bool) -> Iterator[Case]:
     yield Case(2, precision="fp32")
     yield Case(2, offload="optimizer")
     yield Case(3, offload="optimizer+param", sub_group_size=20_000)
+    for stage in (2, 3):
+        yield Case(stage, task="dpo")
+        yield Case(stage, task="ppo")
     if not everything:
         return
     for stage in (0, 2, 3):
@@ -108,7 +116,7 @@ def model_config(case: Case) -> Any:
 
 def ds_config(case: Case) -> dict[str, Any]:
     """The DeepSpeed JSON as ``gen-config`` writes it, with a bucket that suits the size of the model."""
-    zero: dict[str, Any] = {"stage": case.stage, "reduce_bucket_size": BUCKET}
+    zero: dict[str, Any] = {"stage": case.stage, "reduce_bucket_size": case.bucket}
     if case.stage == 3:
         zero |= {
             "stage3_param_persistence_threshold": THRESHOLD,
@@ -150,6 +158,41 @@ def build_model(case: Case) -> Any:
         lora = LoraConfig(task_type="CAUSAL_LM", r=R, target_modules="all-linear")
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     return model.train()
+
+
+def other_engines(case: Case) -> list[Any]:
+    """The other models of the task, as a script keeps them: engines, or plain modules below stage 3."""
+    import deepspeed
+
+    if case.task == "sft":
+        return []
+    found = [frozen_model(case, value_head=False)]
+    if case.task == "ppo":
+        critic = value_model(case)
+        found.append(frozen_model(case, value_head=True))
+        found.append(deepspeed.initialize(model=critic, config=ds_config(case))[0])
+    return found
+
+
+def frozen_model(case: Case, *, value_head: bool) -> Any:
+    """A model in evaluation: at stage 3 in an engine without optimizer, else in 16 bit as it is."""
+    import deepspeed
+    import torch
+
+    model = value_model(case) if value_head else build_model(case)
+    model = model.eval().requires_grad_(False).to(torch.bfloat16)
+    if case.stage < 3:
+        return model
+    config = {key: value for key, value in ds_config(case).items() if key != "optimizer"}
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def value_model(case: Case) -> Any:
+    from transformers import LlamaForSequenceClassification
+
+    config = model_config(case)
+    config.num_labels, config.pad_token_id = 1, 0
+    return LlamaForSequenceClassification(config).train()
 
 
 def quantised(model: Any) -> Any:
@@ -211,6 +254,7 @@ def measure(case: Case) -> dict[str, int]:
         model = build_model(case)
         trained = [p for p in model.parameters() if p.requires_grad]
         engine = deepspeed.initialize(model=model, config=ds_config(case), model_parameters=trained)[0]
+        others = other_engines(case)
         ids = torch.arange(16).unsqueeze(0)
         ignore.add(ids.untyped_storage().data_ptr())
         seen: dict[str, int] = {}
@@ -223,6 +267,7 @@ def measure(case: Case) -> dict[str, int]:
             seen["optimizer entry"] = max(seen.get("optimizer entry", 0), live_bytes(engine, ignore))
             return stepped(*args, **kwargs)
 
+        train_critic(others)
         for step in range(STEPS):
             for _ in range(case.accumulation):
                 loss = engine(input_ids=ids, labels=ids).loss
@@ -237,16 +282,31 @@ def measure(case: Case) -> dict[str, int]:
             engine.step()
         inner.step = stepped
         seen["rest"] = live_bytes(engine, ignore)
-        for _ in range(case.accumulation):
-            engine.backward(engine(input_ids=ids, labels=ids).loss)
-            if not engine.is_gradient_accumulation_boundary():
-                engine.step()
+        with record_function("dslaunch passes"):
+            for _ in range(case.accumulation):
+                engine.backward(engine(input_ids=ids, labels=ids).loss)
+                if not engine.is_gradient_accumulation_boundary():
+                    engine.step()
         before = live_bytes(engine, ignore)
         with record_function("dslaunch peak"):
             engine.step()
     seen["step peak"] = before + growth_in(events, "dslaunch peak")
-    engine.destroy()
+    seen["highest"] = max(seen["step peak"], seen["rest"] + growth_in(events, "dslaunch passes"))
+    for part in (engine, *others):
+        if hasattr(part, "destroy"):
+            part.destroy()
     return seen
+
+
+def train_critic(others: list[Any]) -> None:
+    """One step, in which its optimizer's states are made."""
+    import torch
+
+    for part in others:
+        if getattr(part, "optimizer", None) is not None and part.module.training:
+            values = part(input_ids=torch.arange(16).unsqueeze(0)).logits
+            part.backward(values.float().sum())
+            part.step()
 
 
 @contextlib.contextmanager
@@ -282,19 +342,16 @@ def growth_in(events: list[Any], mark: str) -> int:
     return highest
 
 
-def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
-    """What the plan says for the same moments."""
+def setup_of(case: Case, world_size: int) -> Any:
     from dslaunch.config.memory.adapter import adapter_tensors
     from dslaunch.config.memory.architectures import dimensions, parameters
-    from dslaunch.config.memory.items import CONVERT, UPDATE, rest_size, size_at
-    from dslaunch.config.memory.offload import rank_items
     from dslaunch.config.memory.setup import Setup, ZeroOptions, frozen_tensors
     from dslaunch.config.memory.tensors import ModelFacts
 
     config = model_config(case).to_dict()
     facts = ModelFacts(parameters(config) or (), dimensions(config), "config")
     full, e = case.method == "full", 4 if case.precision == "fp32" else 2
-    setup = Setup(
+    return Setup(
         model=facts,
         trainable=facts.tensors if full else adapter_tensors(facts, r=R),
         frozen=() if full else frozen_tensors(facts, bytes_each=e, quantised=case.method == "qlora"),
@@ -302,7 +359,7 @@ def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
         precision=case.precision,  # type: ignore[arg-type]
         zero_stage=case.stage,
         zero=ZeroOptions(
-            reduce_bucket_size=BUCKET,
+            reduce_bucket_size=case.bucket,
             sub_group_size=case.sub_group_size,
             stage3_param_persistence_threshold=THRESHOLD,
             offload_optimizer="cpu" if "optimizer" in case.offload else None,
@@ -315,10 +372,35 @@ def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
         max_length=16,
         grad_accum_fp32=accumulates_in_fp32(case),
         device_type="cpu",
+        task=case.task,  # type: ignore[arg-type]
     )
-    items, host = rank_items(setup, rank)
+
+
+def advised(case: Case, world_size: int) -> tuple[Case, int] | None:
+    """(the case as ``dslaunch plan`` proposes to change it, bytes that this takes off the peak)."""
+    from dslaunch.config.memory.planner import plan_memory
+    from dslaunch.config.memory.surprises import surprises
+
+    setup = setup_of(case, world_size)
+    for surprise in surprises(setup, plan_memory(setup)):
+        if surprise.setting:
+            key, value = surprise.setting
+            assert key == "zero_optimization.reduce_bucket_size"
+            return dataclasses.replace(case, bucket=value), surprise.saves
+    return None
+
+
+def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
+    """What the plan says for the same moments."""
+    from dslaunch.config.memory.items import CONVERT, UPDATE, rest_size, size_at
+    from dslaunch.config.memory.offload import rank_items
+    from dslaunch.config.memory.roles import with_other_models
+
+    setup = setup_of(case, world_size)
+    items, host = with_other_models(setup, *rank_items(setup, rank))
     rest = rest_size([*items, *host])
-    if case.offload:  # on a CPU both sides are one memory: only their sum at rest can be told
+    # On a CPU both sides of an offload are one memory: only their sum at rest can be told.
+    if case.offload or case.task != "sft":
         return {"rest": rest}
     waiting = [i for i in items if i.name == "gradients" and "always" not in i.when]
     update = [i for i in items if i.name != "optimizer's temporaries"]
@@ -328,6 +410,23 @@ def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
         "optimizer entry": size_at(update, UPDATE),
         "step peak": max(size_at(items, CONVERT), size_at(items, UPDATE)),
     }
+
+
+ADVISED = (
+    Case(1, "lora", bucket=2_000_000),
+    Case(2, "lora", bucket=2_000_000),
+    Case(3, "lora", bucket=2_000_000),
+)
+
+
+def measure_advice(world_size: int) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
+    """How far the peak falls where what ``dslaunch plan`` proposes is done, and how far it says."""
+    for case in ADVISED:
+        change = advised(case, world_size)
+        assert change is not None, f"{case.name}: nothing is proposed"
+        changed, saves = change
+        fallen = measure(case)["highest"] - measure(changed)["highest"]
+        yield f"{case.name} -> {changed.name}", {"measured": {"saved": fallen}, "planned": {"saved": saves}}
 
 
 def worker(out: Path, everything: bool, only: str) -> None:
@@ -343,6 +442,9 @@ def worker(out: Path, everything: bool, only: str) -> None:
             continue
         results[case.name] = {"measured": measure(case), "planned": planned(case, world_size, rank)}
         gc.collect()
+        (out / f"rank-{rank}.json").write_text(json.dumps(results))
+    if not only or only == "advice":
+        results |= measure_advice(world_size)
         (out / f"rank-{rank}.json").write_text(json.dumps(results))
 
 

@@ -40,7 +40,11 @@ def activation_items(setup: Setup) -> list[Item]:
         passes = (FORWARD, REFERENCE, LOSS, LAYERS)
     if setup.gradient_checkpointing:
         kept = [
-            Item("layer inputs (gradient checkpointing)", dims.layers * kept_by_a_layer(setup), passes),
+            Item(
+                "layer inputs (gradient checkpointing)",
+                dims.layers * kept_by_a_layer(setup) + _mask_bytes(setup),
+                passes,
+            ),
             Item("one layer recomputed", layer, (LAYERS, BACKWARD)),
         ]
     else:
@@ -105,6 +109,15 @@ def _backend(setup: Setup) -> str:
     """Gemma 2 caps its scores, for which sdpa has no kernel."""
     capped = setup.model.dims.family == "gemma2" and setup.attention == "sdpa"
     return "eager" if capped else setup.attention
+
+
+def _mask_bytes(setup: Setup) -> int:
+    """The masks that recomputed layers are handed again; Gemma 2 has one for each kind of layer."""
+    if _backend(setup) == "flash" or not (setup.mask or _backend(setup) == "eager"):
+        return 0
+    kinds = 2 if setup.model.dims.family == "gemma2" else 1
+    rows = setup.tokens // setup.max_length if setup.mask else 1
+    return kinds * rows * setup.max_length**2 * setup.bytes_each
 
 
 def _scores(setup: Setup) -> int:

@@ -21,6 +21,7 @@ from dslaunch.config.memory.items import (
 )
 from dslaunch.config.memory.setup import Setup, flat_size, shard, touching
 
+GATHERED = "gathered weights (stage3_max_reuse_distance)"
 _STAGE_0_FLAT = 500_000_000  # engine.allreduce_bucket: a constant, whatever reduce_bucket_size says
 
 
@@ -105,10 +106,13 @@ def _stage_1_2(setup: Setup, rank: int) -> list[Item]:
 
 
 def bucket_items(setup: Setup) -> list[Item]:
-    """The buffer of stages 1 and 2 in which gradients are reduced: whole, however little is trained."""
+    """The buffer of stages 1 and 2 in which gradients are reduced: whole, however little is trained.
+
+    It is made when the first gradient is ready, and so after the loss's own (setup_buckets).
+    """
     size = setup.zero.reduce_bucket_size * setup.bytes_each
-    kept = (FORWARD,) if setup.zero_stage == 1 and setup.accumulation > 1 else ()
-    when = (*kept, LOSS, LAYERS, BACKWARD)
+    kept = (FORWARD, LOSS) if setup.zero_stage == 1 and setup.accumulation > 1 else ()
+    when = (*kept, LAYERS, BACKWARD)
     items = [Item("reduce bucket", size, when)]
     if setup.zero.overlap_comm:
         items.append(Item("second reduce bucket (overlap_comm)", size, when))
@@ -157,7 +161,7 @@ def stage_3_buffers(setup: Setup) -> list[Item]:
         Item("reduce bucket", zero.reduce_bucket_size * e),
         # The step lets go of them and gathers them again at its end.
         Item("small weights kept whole", e * persistent if setup.world_size > 1 else 0, (REST, *PASSES)),
-        Item("gathered weights (stage3_max_reuse_distance)", _gathered_bytes(setup, kept), PASSES),
+        Item(GATHERED, _gathered_bytes(setup, kept), PASSES),
         Item("prefetched weights", e * min(zero.stage3_prefetch_bucket_size, rest), (FORWARD, LAYERS)),
     ]
 

@@ -10,9 +10,11 @@ from dslaunch.config.memory.alternatives import fitted_bucket
 from dslaunch.config.memory.items import CONVERT, UPDATE
 from dslaunch.config.memory.planner import MemoryPlan, plan_memory
 from dslaunch.config.memory.setup import Setup, ZeroOptions
+from dslaunch.config.memory.states import GATHERED
 
 _MATTERS = 0.01  # of what a device holds at its peak
 _LOGITS_MATTER = 0.25
+_GATHERED_MATTERS = 0.05
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ def surprises(setup: Setup, plan: MemoryPlan) -> list[Surprise]:
     """Those of ``plan``, which is that of ``setup``; the most useful first."""
     found = [
         _bucket(setup, plan),
-        _kept_gathered(setup, plan),
+        _kept_gathered(plan),
         _step(setup, plan),
         _logits(plan),
         _resume(plan),
@@ -53,16 +55,15 @@ def _bucket(setup: Setup, plan: MemoryPlan) -> Surprise | None:
     return Surprise(text, ("zero_optimization.reduce_bucket_size", fitted), saves)
 
 
-def _kept_gathered(setup: Setup, plan: MemoryPlan) -> Surprise | None:
-    """Stage 3 keeps what will be used again within stage3_max_reuse_distance."""
-    saves = _saved(setup, plan, dataclasses.replace(setup.zero, stage3_max_reuse_distance=0))
-    if setup.zero_stage != 3 or saves < _MATTERS * plan.peak_bytes:
+def _kept_gathered(plan: MemoryPlan) -> Surprise | None:
+    """No value is proposed: on a CPU a smaller distance did not lower the peak (docs/memory.md)."""
+    there = [item.size for item in plan.items if item.name == GATHERED and plan.phase in item.when]
+    if sum(there) < _GATHERED_MATTERS * plan.peak_bytes or not there:
         return None
-    text = (
-        "stage 3 keeps weights gathered that are used again within stage3_max_reuse_distance "
-        f"({setup.zero.stage3_max_reuse_distance:,} elements); 0 gathers them again for the backward pass"
+    return Surprise(
+        f"stage 3 shards weights, but {sum(there) / 2**30:.2f} GiB of them are whole on each device at the "
+        "peak: what is used again within stage3_max_reuse_distance stays gathered"
     )
-    return Surprise(text, ("zero_optimization.stage3_max_reuse_distance", 0), saves)
 
 
 def _step(setup: Setup, plan: MemoryPlan) -> Surprise | None:
