@@ -64,9 +64,10 @@ def _loading(setup: Setup) -> list[Item]:
     if setup.method == "qlora":  # converted and quantised one tensor after the other
         return [mapped]
     if setup.zero_stage == 3:
-        passing = _GATHERED_AT_ONCE * e * setup.largest
+        on_cpu = setup.device_type == "cpu"
+        passing = _GATHERED_AT_ONCE * e * setup.largest if on_cpu else 0
         shards = e * sum(shard(tensor.numel, setup.world_size) for tensor in setup.model.tensors)
-        here = setup.device_type == "cpu" or setup.zero.offload_param == "cpu"
+        here = on_cpu or setup.zero.offload_param == "cpu"
         return [mapped, Item("weights being sharded", ((shards if here else 0) + passing) * ranks, (LOAD,))]
     same = setup.model.file_dtype in (
         None,
