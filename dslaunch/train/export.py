@@ -145,7 +145,7 @@ def _write_merged_model(trained: _Trained, adapter: AdapterPlan, out: Path) -> f
     merged is the model that was trained. Returns the largest logit difference.
     """
     base = load_base_model(trained.model, trained.dtype).float()
-    _part_head_from_embedding(base)
+    was_one = _part_head_from_embedding(base)
     wrapped = _wrap(base, adapter).eval()
     check_tensors(trained.weights.tensors, _trainable_shapes(wrapped), trained.where)
     wrapped.load_state_dict(dict(trained.weights.tensors), strict=False)  # the rest is in the base
@@ -158,7 +158,8 @@ def _write_merged_model(trained: _Trained, adapter: AdapterPlan, out: Path) -> f
             f"the merged model differs from the adapter model: logits are up to {drift:.3g} apart",
             hint="export without --merge, and report this",
         )
-    _tie_if_equal(merged)
+    if was_one:
+        _tie_if_equal(merged)
     _save_model(merged.to(trained.dtype), trained, out)
     return drift
 
@@ -222,22 +223,24 @@ def _trainable_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _part_head_from_embedding(model: Any) -> None:
-    """Two weights where there was one, until it is known whether they stay equal: peft merges into both."""
+def _part_head_from_embedding(model: Any) -> bool:
+    """Two weights where there was one, until it is known whether they stay equal: peft merges into both.
+
+    Returns whether there was one.
+    """
     head = model.get_output_embeddings()
-    if head is not None and head.weight is model.get_input_embeddings().weight:
-        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    if head is None or head.weight is not model.get_input_embeddings().weight:
+        return False
+    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    return True
 
 
 def _tie_if_equal(model: Any) -> None:
     """Training or merging into one of two tied weights parts them: loading must not tie them again."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or not getattr(model.config, "tie_word_embeddings", False):
-        return
-    if torch.equal(head.weight, embedding.weight):
+    model.config.tie_word_embeddings = torch.equal(head.weight, embedding.weight)
+    if model.config.tie_word_embeddings:
         head.weight = embedding.weight
-    else:
-        model.config.tie_word_embeddings = False
 
 
 def _probe_logits(model: Any) -> torch.Tensor:
