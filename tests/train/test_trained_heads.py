@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dslaunch.core.plan import AdapterPlan, RunPlan
 from dslaunch.train.data.collate import Batch, collate
-from dslaunch.train.data.dataset import prepare_dataset
+from dslaunch.train.data.dataset import TokenizingOptions, prepare_dataset
 from dslaunch.train.export import export_checkpoint
 from tests.support.plans import LORA, in_directory, make_plan, read_rows, save_plan, write_questions
 from tests.support.ranks import check_ranks, run_ranks
@@ -70,10 +70,11 @@ def _run(arguments: list[str]) -> None:
 
 
 def _held_out(plan: RunPlan, cache: Path) -> Batch:
-    data = prepare_dataset(
-        plan.data.eval, tokenizer=AutoTokenizer.from_pretrained(plan.model.path), max_length=128,
+    options = TokenizingOptions(
+        tokenizer=AutoTokenizer.from_pretrained(plan.model.path), max_length=128,
         cache_dir=cache, max_dropped_fraction=0.0, seed=0,
     )  # fmt: skip
+    data = prepare_dataset(plan.data.eval, options)
     assert len(data) == 5
     return collate([[data[i]] for i in range(len(data))], pad_token_id=2, packed=False)
 
