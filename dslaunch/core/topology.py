@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -45,26 +47,33 @@ class Topology:
     def num_nodes(self) -> int:
         return len(self.hosts)
 
-    @property
+    @functools.cached_property
     def world_size(self) -> int:
         return sum(len(host.slots) for host in self.hosts)
 
+    @functools.cached_property
+    def _first_ranks(self) -> tuple[int, ...]:
+        """The rank of each host's first slot."""
+        return tuple(itertools.accumulate((len(host.slots) for host in self.hosts), initial=0))
+
     def ranks(self) -> tuple[RankPlace, ...]:
         """Every rank, numbered host by host and slot by slot."""
-        places: list[RankPlace] = []
-        for node_rank, host in enumerate(self.hosts):
-            for local_rank, slot in enumerate(host.slots):
-                places.append(
-                    RankPlace(
-                        rank=len(places),
-                        local_rank=local_rank,
-                        node_rank=node_rank,
-                        local_world_size=len(host.slots),
-                        host=host.name,
-                        slot=slot,
-                    )
-                )
-        return tuple(places)
+        return tuple(place for node_rank in range(self.num_nodes) for place in self.ranks_on(node_rank))
+
+    def ranks_on(self, node_rank: int) -> tuple[RankPlace, ...]:
+        """The ranks of one host."""
+        host, first = self.hosts[node_rank], self._first_ranks[node_rank]
+        return tuple(
+            RankPlace(
+                rank=first + local_rank,
+                local_rank=local_rank,
+                node_rank=node_rank,
+                local_world_size=len(host.slots),
+                host=host.name,
+                slot=slot,
+            )
+            for local_rank, slot in enumerate(host.slots)
+        )
 
 
 def local_topology(num_ranks: int) -> Topology:

@@ -102,8 +102,7 @@ def build_orders(
                 "log": str(RunDir(Path(plan.run_dir)).rank_log(place.rank)),
                 "show": "all" if place.rank == 0 else "errors",
             }
-            for place in plan.topology.ranks()
-            if place.node_rank == node_rank
+            for place in plan.topology.ranks_on(node_rank)
         ],
     }
 

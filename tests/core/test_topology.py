@@ -13,6 +13,12 @@ def test_ranks_where_slots_differ() -> None:
     ] == [(0, 0, 0, 2, "a", "2"), (1, 1, 0, 2, "a", "3"), (2, 0, 1, 1, "b", "GPU-x")]
 
 
+def test_the_ranks_of_one_host() -> None:
+    topology = Topology(hosts=(Host(name="a", slots=("2", "3")), Host(name="b", slots=("0",))))
+    assert topology.ranks_on(0) + topology.ranks_on(1) == topology.ranks()
+    assert [place.rank for place in topology.ranks_on(1)] == [2]
+
+
 def test_this_machine() -> None:
     topology = local_topology(3)
     assert topology.world_size == 3
