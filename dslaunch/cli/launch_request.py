@@ -226,7 +226,7 @@ def _command_ranks(
     if job is None and all(value is None for value in flags.values()):
         return *_local_ranks(request.num_gpus_per_node), "local", ()
 
-    from dslaunch.cli.options import flag_overrides
+    from dslaunch.cli.options import flag_overrides, show_notes
     from dslaunch.config.facts import probe_facts
     from dslaunch.config.hosts import choose_via, resolve_hosts
     from dslaunch.config.load import load_flags
@@ -239,6 +239,8 @@ def _command_ranks(
         if problem is not None:
             raise problem
     hosts = resolve_hosts(loaded.spec.cluster, facts)
+    if job is not None:
+        show_notes((f"hosts: {hosts.topology_reason}",))
     via = choose_via(hosts, facts)[0] if request.via in (None, "auto") else request.via
     return hosts.device_type, hosts.topology, "ssh" if via == "ssh" else "local", hosts.spares
 

@@ -98,7 +98,10 @@ def _resolve_hosts(spec: EngineSpec, facts: Facts, report: Report) -> ResolvedHo
         report.add("cluster", facts.allocation_problem)
     elif known and facts.inventory_problem is None:
         with report.catching("cluster"):
-            return resolve_hosts(spec.cluster, facts, runs_here=isinstance(spec, RunSpec))
+            hosts = resolve_hosts(spec.cluster, facts, runs_here=isinstance(spec, RunSpec))
+            if facts.allocation is not None:  # nobody wrote these hosts down
+                report.note(f"hosts: {hosts.topology_reason}")
+            return hosts
     return None
 
 

@@ -33,7 +33,7 @@ class ResolvedHosts:
     groups: tuple[DeviceGroup, ...] | None
     device_type: Literal["cpu", "cuda"]
     device_reason: str
-    spares: tuple[Host, ...] = ()  # of the hostfile, beyond num_nodes
+    spares: tuple[Host, ...] = ()  # of the hostfile or job, beyond num_nodes
 
     @property
     def devices(self) -> tuple[Device, ...] | None:
@@ -134,6 +134,14 @@ def _from_allocation(cluster: ClusterSpec, facts: Facts, job: Allocation) -> Res
         )
     on_cpu = _is_for_cpus(cluster, facts, job)
     hosts = job.hosts(num_gpus_per_node=cluster.num_gpus_per_node, cpu=on_cpu)
+    found = _with_job_devices(cluster, facts, job, hosts, on_cpu)
+    return replace(found, spares=_spares(cluster, hosts))
+
+
+def _with_job_devices(
+    cluster: ClusterSpec, facts: Facts, job: Allocation, hosts: Sequence[Host], on_cpu: bool
+) -> ResolvedHosts:
+    """The chosen hosts with what is said of their devices, by the user first."""
     chosen = _select(cluster, hosts)
     reason = job.reason(chosen, cpu=on_cpu)
     groups = _by_host(cluster, facts, hosts, chosen) or _by_name(cluster)

@@ -21,7 +21,10 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def plan_of(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     assert main(["launch", "--dry-run", "--json", *flags, "--", "true"]) == 0
-    launch: dict[str, Any] = json.loads(capsys.readouterr().out)["plan"]["launch"]
+    captured = capsys.readouterr()
+    launch: dict[str, Any] = json.loads(captured.out)["plan"]["launch"]
+    told = "note: hosts: SLURM_JOB_NODELIST: " in captured.err
+    assert told == ("--hostfile" not in flags and "local" not in flags)
     return launch
 
 
@@ -53,3 +56,11 @@ def test_a_job_that_cannot_be_read(
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[07-")
     assert main(["launch", "--dry-run", "--", "true"]) == 2
     assert "SLURM_JOB_NODELIST:4: '[' is not closed" in capsys.readouterr().err
+
+
+def test_gen_config_says_for_which_hosts_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--zero-stage", "1", "--precision", "bf16", "--train-batch-size", "32", "--lr", "1e-4"]
+    assert main(["gen-config", *flags]) == 0
+    captured = capsys.readouterr()
+    assert "note: hosts: SLURM_JOB_NODELIST: 2 nodes x 2 GPUs (SLURM_GPUS_PER_NODE)\n" in captured.err
+    assert json.loads(captured.out)["train_batch_size"] == 32

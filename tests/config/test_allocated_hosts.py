@@ -42,6 +42,7 @@ def test_a_part_of_it() -> None:
     found = hosts(JOB, num_nodes=2, num_gpus_per_node=2)
     assert slots(found) == {"n1": "0,1", "n2": "0,1"}
     assert found.topology_reason == "SLURM_JOB_NODELIST: 2 of 4 nodes x 2 of 8 GPUs (SLURM_GPUS_PER_NODE)"
+    assert [host.name for host in found.spares] == ["n3", "n4"]
     assert slots(hosts(JOB, include="n4:7")) == {"n4": "7"}
     assert list(slots(hosts(JOB, exclude="n2"))) == ["n1", "n3", "n4"]
     with pytest.raises(ConfigError, match="num_nodes 5, but there are 4 hosts"):
