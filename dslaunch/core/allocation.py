@@ -25,6 +25,7 @@ ReadFile = Callable[[str], str]
 
 # What restricts a process to the devices that the scheduler gave it; the innermost first.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_COUNT = re.compile(r"[0-9]{1,6}")
 _LSF_LISTS = ("LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS", "LSB_HOSTS")  # the best first
 
 
@@ -203,7 +204,9 @@ def _parse_gres(text: str, what: str) -> tuple[int, str | None]:
     for part in text.split(","):
         match = re.fullmatch(r"(?:gpu:)?(?:(?P<kind>[^:,\s]+):)?(?P<count>[0-9]{1,5})", part.strip())
         if match is None:
-            raise HostfileError(f"{what}: {text!r} is not a number of GPUs", hint="give --num-gpus-per-node")
+            raise HostfileError(
+                f"{what}: {text[:60]!r} is not a number of GPUs", hint="give --num-gpus-per-node"
+            )
         total += int(match["count"])
         kinds.add(match["kind"])
     return total, kinds.pop() if len(kinds) == 1 else None
@@ -227,8 +230,8 @@ def _read_lsf(environ: Environ, this_host: str, read: ReadFile) -> Allocation:
         where = environ[source]
         listed = [(number, fields[0], 1) for number, fields in _lines(where, source, read, "give --hostfile")]
     elif source == "LSB_MCPU_HOSTS":
-        if len(words) % 2 or not all(count.isdecimal() for count in words[1::2]):
-            raise HostfileError(f'{source}: {environ[source]!r} is not of the form "a 4 b 4"')
+        if len(words) % 2 or not all(_COUNT.fullmatch(count) for count in words[1::2]):
+            raise HostfileError(f'{source}: {environ[source][:60]!r} is not of the form "a 4 b 4"')
         listed = [(at + 1, words[at], int(words[at + 1])) for at in range(0, len(words), 2)]
     else:
         listed = [(at, word, 1) for at, word in enumerate(words, start=1)]
@@ -249,7 +252,7 @@ def _read_sge(environ: Environ, this_host: str, read: ReadFile) -> Allocation:
     path = environ["PE_HOSTFILE"]
     lines = []
     for number, fields in _lines(path, "PE_HOSTFILE", read, "give --hostfile"):
-        if len(fields) < 2 or not fields[1].isdecimal():
+        if len(fields) < 2 or not _COUNT.fullmatch(fields[1]):
             raise HostfileError(f"{path}:{number}: {' '.join(fields)!r} is not `host slots queue processors`")
         lines.append((number, fields[0]))
     devices = None
@@ -329,7 +332,7 @@ def _distinct(where: str, lines: Sequence[tuple[int, str]]) -> tuple[str, ...]:
 
 def _number(environ: Environ, name: str) -> int | None:
     text = environ.get(name, "")
-    return int(text) if re.fullmatch(r"[0-9]{1,6}", text) else None
+    return int(text) if _COUNT.fullmatch(text) else None
 
 
 def _same_machine(name: str, this_host: str) -> bool:

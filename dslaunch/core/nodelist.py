@@ -29,13 +29,12 @@ def expand_nodelist(text: str, what: str) -> tuple[str, ...]:
     names: list[str] = []
     for start, entry in _split_entries(text, what):
         parts = [_expand_part(part.group(), what, start + part.start()) for part in _PART.finditer(entry)]
-        count = len(names) + math.prod(map(len, parts))
-        if count > MAX_HOSTS:
-            raise _error(what, start, f"{entry!r} makes it {count} hosts; the most is {MAX_HOSTS}")
+        if len(names) + math.prod(map(len, parts)) > MAX_HOSTS:
+            raise _error(what, start, f"with {_shown(entry)} it is more than {MAX_HOSTS} hosts")
         for pieces in itertools.product(*parts):
             name = "".join(pieces)
             if not HOST_NAME.fullmatch(name):
-                raise _error(what, start, f"{name!r} is not a host name")
+                raise _error(what, start, f"{_shown(name)} is not a host name")
             names.append(name)
     return tuple(names)
 
@@ -47,7 +46,7 @@ def expand_counts(text: str, what: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None or len(counts) + int(match["times"] or 1) > MAX_HOSTS:
-            raise _error(what, column, f"{part!r} is not a number or NUMBER(xTIMES)")
+            raise _error(what, column, f"{_shown(part)} is not a number or NUMBER(xTIMES)")
         counts += [int(match["value"])] * int(match["times"] or 1)
         column += len(part) + 1
     return tuple(counts)
@@ -84,7 +83,7 @@ def _expand_part(part: str, what: str, column: int) -> list[str]:
     for piece in part[1:-1].split(","):
         match = _RANGE.fullmatch(piece)
         if match is None:
-            raise _error(what, column, f"{piece!r} is not a number or LOW-HIGH")
+            raise _error(what, column, f"{_shown(piece)} is not a number or LOW-HIGH")
         values += _expand_range(match["low"], match["high"] or match["low"], what, column)
         column += len(piece) + 1
     return values
@@ -99,8 +98,12 @@ def _expand_range(low: str, high: str, what: str, column: int) -> list[str]:
     if high.startswith("0") and len(high) != len(low):
         raise _error(what, column, f"the ends of {low}-{high} differ in their zeros")
     if last - first >= MAX_HOSTS:
-        raise _error(what, column, f"{low}-{high} makes {last - first + 1} hosts; the most is {MAX_HOSTS}")
+        raise _error(what, column, f"{low}-{high} is more than {MAX_HOSTS} hosts")
     return [f"{number:0{len(low)}d}" for number in range(first, last + 1)]
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 60 else repr(text[:57] + "...")
 
 
 def _error(what: str, column: int, text: str) -> HostfileError:

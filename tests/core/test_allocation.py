@@ -225,7 +225,7 @@ def test_the_launch_node_of_lsf_runs_no_rank(listed: str, names: str) -> None:
         )
 
 
-@pytest.mark.parametrize("listed", ["a 4 b", "a b", "4 a", "a -1"])
+@pytest.mark.parametrize("listed", ["a 4 b", "a b", "4 a", "a -1", "a " + "9" * 5000])
 def test_a_wrong_lsf_list(listed: str) -> None:
     with pytest.raises(HostfileError, match='is not of the form "a 4 b 4"'):
         read({"LSB_MCPU_HOSTS": listed})
