@@ -145,6 +145,7 @@ def _read_slurm(environ: Environ, this_host: str, read: ReadFile) -> Allocation:
     _check_slurm_job(environ)
     source = "SLURM_JOB_NODELIST" if environ.get("SLURM_JOB_NODELIST") else "SLURM_NODELIST"
     names = tuple(dict.fromkeys(expand_nodelist(environ.get(source, ""), source)))
+    this_host = environ.get("SLURMD_NODENAME") or this_host  # Slurm's names need not be the hosts' own
     return _allocation("Slurm", source, names, environ, this_host, _slurm_devices(environ, len(names)))
 
 

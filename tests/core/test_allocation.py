@@ -112,6 +112,12 @@ def test_this_nodes_visible_devices() -> None:
     assert slots(found(amd, this_host="n2")) == {"n1": "0", "n2": "2"}
 
 
+def test_the_name_that_slurm_has_for_this_node() -> None:
+    job = slurm(SLURM_JOB_NODELIST="n1", SLURMD_NODENAME="n1", CUDA_VISIBLE_DEVICES="3")
+    allocation = found(job, this_host="rack4-17")
+    assert (allocation.here, allocation.is_this_machine, slots(allocation)) == ("n1", True, {"n1": "3"})
+
+
 @pytest.mark.parametrize("none", ["", "-1", "NoDevFiles"])
 def test_a_job_without_gpus(none: str) -> None:
     allocation = found(slurm(CUDA_VISIBLE_DEVICES=none), this_host="n1")
