@@ -50,9 +50,11 @@ def settle_zero(
         if engine is None:
             continue
         setup = _setup(trial.spec, *engine, model, training)
-        if (capacity := engine[1].memory_gib) is None:
-            raise _unknown_size(loaded, key)
-        plan = _plan(setup, capacity, _host_gib(trial.spec, engine[1], facts))
+        on_cpu = engine[1].device_type == "cpu"
+        capacity, host = engine[1].memory_gib, _host_gib(trial.spec, engine[1], facts)
+        if (host if on_cpu else capacity) is None:
+            raise _unknown_size(loaded, key, on_cpu=on_cpu)
+        plan = _plan(setup, capacity, host)
         tried.append((candidate, setup, plan))
         if plan.fits:
             reason = _reason(tried)
@@ -121,7 +123,7 @@ def _setup(
     )
 
 
-def _plan(setup: Setup, capacity: float, host: float | None) -> MemoryPlan:
+def _plan(setup: Setup, capacity: float | None, host: float | None) -> MemoryPlan:
     from dslaunch.config.memory.planner import plan_memory
 
     return plan_memory(setup, capacity, host_gib=host)
@@ -139,7 +141,7 @@ def _with_zero(loaded: LoadedSpec[S], zero: ZeroSpec) -> LoadedSpec[S]:
 
 def _reason(tried: list[tuple[ZeroSpec, Setup, MemoryPlan]]) -> str:
     chosen, _, plan = tried[-1]
-    said = f"{_words(chosen)} fits: {_gib(plan)} a device"
+    said = f"{_words(chosen)} fits: {_need(plan)}"
     if len(tried) == 1:
         return said
     before, _, larger = tried[-2]
@@ -153,7 +155,12 @@ def _assumed(spec: EngineSpec, training: Training | None) -> str:
     return f" (--method {training.method}, --max-length {training.max_length})"
 
 
-def _unknown_size(loaded: LoadedSpec[Any], key: str) -> ConfigError:
+def _unknown_size(loaded: LoadedSpec[Any], key: str, *, on_cpu: bool) -> ConfigError:
+    if on_cpu:
+        return ConfigError(
+            f"{loaded.where(key)}{key} auto: how much memory the hosts have is not known here",
+            hint="say it: cluster.host_memory_gib (--host-memory-gib), or set the value",
+        )
     return ConfigError(
         f"{loaded.where(key)}{key} auto: how much memory the devices have is not known here",
         hint="name them with their size, --gpu a100-80g (cluster.gpu), or set the value",
@@ -165,16 +172,17 @@ def _nothing_fits(
 ) -> ConfigError:
     from dslaunch.config.memory.alternatives import nearest_that_fits, rank_alternatives
 
-    on_device = [item for item in tried if item[2].device_fits]  # what only a host is too small for
+    # What only a host is too small for; on CPUs that is all there is.
+    on_device = [item for item in tried if item[2].device_fits is not False]
     zero, setup, plan = min(
         on_device or tried, key=lambda item: item[2].host_peak_bytes if on_device else item[2].total_bytes
     )
-    assert plan.capacity_bytes is not None
+    device = None if plan.capacity_bytes is None else plan.capacity_bytes / GIB
     host = None if plan.host_capacity_bytes is None else plan.host_capacity_bytes / GIB
-    nearest = nearest_that_fits(rank_alternatives(setup, plan.capacity_bytes / GIB, host_gib=host))
+    nearest = nearest_that_fits(rank_alternatives(setup, device, host_gib=host))
     hint = "use more or larger devices, a smaller model, or an adapter"
     if nearest is not None:
-        hint = f"this fits, from {_words(zero)}: {' '.join(nearest.changes)} ({_total(nearest.plan)})"
+        hint = f"this fits, from {_words(zero)}: {' '.join(nearest.changes)} ({_need(nearest.plan)})"
     return ConfigError(
         f"{loaded.where(key)}{key} auto: nothing fits; the least, {_words(zero)}, takes {_excess(plan)}",
         hint=hint,
@@ -186,19 +194,18 @@ def _words(zero: ZeroSpec) -> str:
     return f"stage {zero.stage}{' with ' if offloads else ''}{' and '.join(offloads)}"
 
 
-def _gib(plan: MemoryPlan) -> str:
-    assert plan.capacity_bytes is not None
-    return f"{_total(plan)} of {plan.capacity_bytes / GIB:.1f} GiB"
+def _need(plan: MemoryPlan) -> str:
+    """What is needed of what there is: of a device, or on CPUs of a host."""
+    if plan.capacity_bytes is None:
+        assert plan.host_capacity_bytes is not None
+        return f"{plan.host_peak_bytes / GIB:.1f} GiB of {plan.host_capacity_bytes / GIB:.1f} GiB RAM a host"
+    return f"{plan.total_bytes / GIB:.1f} GiB of {plan.capacity_bytes / GIB:.1f} GiB a device"
 
 
 def _excess(plan: MemoryPlan) -> str:
     """What is too much: on the device, or only on the host."""
     if plan.device_fits is False or plan.host_capacity_bytes is None:
-        return f"{_gib(plan)} a device, most of it {plan.binds}"
+        return f"{_need(plan)}, most of it {plan.binds}"
     needed, offered = plan.host_peak_bytes / GIB, plan.host_capacity_bytes / GIB
     said = f"{needed:.1f} GiB of {offered:.1f} GiB RAM a host when {plan.host_phase}"
     return f"{said}, most of it {plan.host_binds}"
-
-
-def _total(plan: MemoryPlan) -> str:
-    return f"{plan.total_bytes / GIB:.1f} GiB"

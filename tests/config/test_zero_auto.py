@@ -193,3 +193,23 @@ def test_offload_that_the_host_cannot_hold_is_not_chosen() -> None:
     assert chosen(*one, "cluster.host_memory_gib=512") == (1, "cpu", None)
     with pytest.raises(ConfigError, match=r"GiB of 64\.0 GiB RAM a host when resuming, most of it"):
         settled(*one, "cluster.host_memory_gib=64")
+
+
+ON_CPU = ("cluster.gpu=cpu", "cluster.num_gpus_per_node=2", "precision=fp32")
+
+
+def test_on_cpus_the_ram_of_a_host_decides() -> None:
+    text = RUN % "cpu"
+    assert chosen(text, *ON_CPU, "cluster.host_memory_gib=900") == (0, None, None)
+    small = settled(text, *ON_CPU, "cluster.host_memory_gib=230")
+    assert small.spec.zero_optimization.stage in (1, 2, 3)
+    assert "GiB of 230.0 GiB RAM a host; stage" in small.notes[-1]
+    error = refused(text, *ON_CPU, "cluster.host_memory_gib=20")
+    assert "nothing fits; the least, stage" in error.message
+    assert "GiB of 20.0 GiB RAM a host when" in error.message
+
+
+def test_ram_that_is_not_known_is_asked_for() -> None:
+    assert refused(RUN % "cpu", *ON_CPU).hint == (
+        "say it: cluster.host_memory_gib (--host-memory-gib), or set the value"
+    )
