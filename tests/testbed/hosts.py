@@ -141,16 +141,17 @@ class Testbed:
 
     def programs(self, name: str) -> list[str]:
         """What runs on a host besides its sshd, by command line."""
-        found = []
-        for pid in self._pids(name):
-            with suppress(OSError):
-                words = (
-                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-                )
-                state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                if words and state not in "ZX" and "sshd" not in words and not words.startswith("unshare"):
-                    found.append(words.strip())
-        return found
+        return list(self._programs(name).values())
+
+    def pids(self, name: str) -> list[int]:
+        """The same, by process id as this machine sees it."""
+        return list(self._programs(name))
+
+    def end_programs(self, name: str) -> None:
+        """KILL all that runs on a host besides its sshd."""
+        for pid in self._programs(name):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def wait_for_ssh(self, name: str) -> None:
         """Until the host lets one in."""
@@ -201,6 +202,18 @@ class Testbed:
 
     def _netns(self, name: str) -> str:
         return f"{self._id}-{name}"
+
+    def _programs(self, name: str) -> dict[int, str]:
+        found = {}
+        for pid in self._pids(name):
+            with suppress(OSError):
+                words = (
+                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+                )
+                state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+                if words and state not in "ZX" and "sshd" not in words and not words.startswith("unshare"):
+                    found[pid] = words.strip()
+        return found
 
     def _pids(self, name: str) -> list[int]:
         found = _try(["ip", "netns", "pids", self._netns(name)]).stdout.split()
