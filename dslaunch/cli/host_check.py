@@ -36,9 +36,10 @@ def _offered_bytes() -> int | None:
 
 def _certain_bytes(plan: RunPlan) -> int:
     """0 where no rank runs here, nothing lies in its memory, or the model's sizes are not known."""
-    from dslaunch.core.topology import is_this_machine
+    from dslaunch.launch.orders import is_elsewhere
 
-    ranks = [len(host.slots) for host in plan.launch.topology.hosts if is_this_machine(host.name)]
+    launch = plan.launch
+    ranks = [len(host.slots) for host in launch.topology.hosts if not is_elsewhere(launch, host)]
     zero = plan.ds_config.get("zero_optimization") or {}
     offloads = [zero.get(part) for part in ("offload_optimizer", "offload_param")]
     if not ranks or (plan.launch.device_type != "cpu" and not any(offloads)):

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dslaunch.config.synonyms import known_key, known_value
+from dslaunch.config.synonyms import known_key, known_value, why_not
 from dslaunch.config.yaml_tree import KeyPath, Mark, Tree, key_text
 from dslaunch.core.errors import ConfigError
 
@@ -225,6 +225,7 @@ def _wanted(error: Any) -> str:
 _MAPPING = "a mapping of keys to values"
 # In place of the general hint, where the key's own values are known.
 _KEY_HINTS = {
+    "adapter": "write adapter: {type: lora}; its other keys have defaults",
     "cluster.gpu": "name a device, such as a100 or cpu, or leave cluster.gpu out",
     "output.report_to": "write tensorboard, wandb or mlflow, or leave report_to out",
     "fp16": "choose 16 bit with precision: fp16; this section holds its loss scale",
@@ -278,6 +279,8 @@ def _literal_hint(key: str, error: Any) -> str | None:
 
 def _unknown_key(kind: type[BaseModel], path: KeyPath) -> tuple[str, str | None]:
     key, last = key_text(path), str(path[-1])
+    if (reason := why_not(key)) is not None:
+        return f"unknown key {key}", reason
     meant, names = _meant_key(kind, path), _names(path)
     if meant is not None and meant.split(".")[:-1] == list(names[:-1]) and known_key(".".join(names)) is None:
         near = meant.rpartition(".")[2]

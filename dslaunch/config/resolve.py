@@ -206,6 +206,7 @@ class _Parts:
             failure_grace_s=float(spec.failure_grace_s),
             checkpoint_grace_s=float(spec.checkpoint_grace_s),
             host_timeout_s=float(spec.host_timeout_s),
+            ddp_timeout_s=float(spec.ddp_timeout_s),
             max_restarts=spec.max_restarts,
             spare_hosts=hosts.spares if spec.max_restarts else (),
         )

@@ -104,6 +104,9 @@ class LaunchSpec(Section):
     checkpoint_grace_s: NonNegativeFloat = Field(
         120.0, description="Seconds that a cancelled run has to save a checkpoint."
     )
+    ddp_timeout_s: PositiveFloat = Field(
+        1800.0, description="Seconds that a rank waits in a collective for the others, and at the start."
+    )
     max_restarts: NonNegativeInt = Field(
         0, description="Starts that may follow a failed rank or a lost host, each from the last checkpoint."
     )

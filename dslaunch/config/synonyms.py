@@ -25,6 +25,7 @@ _NAMES = {
     "bf16": "precision",
     "cutoff_len": "data.max_length",
     "dataset": "data.train",
+    "ddp_timeout": "launch.ddp_timeout_s",
     "dataset_path": "data.train",
     "dtype": "precision",
     "epoch": "num_train_epochs",
@@ -104,6 +105,24 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("completion", "prompt", "prompt-completion"), "prompt_completion"),
     },
 }
+
+
+# What has no key here, and why.
+_REASONS = {
+    "device_map": "leave it out: DeepSpeed places the weights",
+    "low_cpu_mem_usage": "leave it out: at zero_optimization.stage 3 weights are loaded in shards anyway",
+    "load_in_4bit": "leave it out: 4-bit training is not built yet; adapter: {type: lora} trains in 16 bit",
+    "load_in_8bit": "leave it out: 8-bit training is not built; adapter: {type: lora} trains in 16 bit",
+    "quantization_config": "leave it out: quantised training is not built yet",
+    "local_rank": "leave it out: each rank finds its own in LOCAL_RANK",
+    "use_cpu": "leave it out, and set cluster.gpu to cpu",
+    "no_cuda": "leave it out, and set cluster.gpu to cpu",
+}
+
+
+def why_not(path: str) -> str | None:
+    """What to do with a name of other tools that has no key here."""
+    return _REASONS.get(path.rpartition(".")[2])
 
 
 def known_key(path: str) -> str | None:

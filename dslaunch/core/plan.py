@@ -171,6 +171,7 @@ class LaunchPlan:
     failure_grace_s: float = 5.0
     checkpoint_grace_s: float = 120.0
     host_timeout_s: float = 30.0  # of silence, after which a host counts as lost
+    ddp_timeout_s: float = 1800.0  # of our own worker's process group
     max_restarts: int = 0
     spare_hosts: tuple[Host, ...] = ()  # of the hostfile, beyond num_nodes: for hosts that fail again
 

@@ -104,15 +104,17 @@ def plain_name(name: str) -> str:
     return "localhost" if plain in _LOOPBACK else plain
 
 
-def is_this_machine(name: str) -> bool:
+def is_this_machine(name: str, *, look_up: bool = True) -> bool:
     """Whether ``name`` is this host's name or resolves to one of its addresses.
 
     The one rule for it, in planning and in launching. A name that is none of the
-    obvious ones is looked up, which may ask a name server.
+    obvious ones is looked up, which may ask a name server; not with ``look_up`` False.
     """
     own = os.uname().nodename
     if name in (*_LOOPBACK, own, own.split(".")[0]):
         return True
+    if not look_up:
+        return False
     import socket
 
     try:

@@ -15,6 +15,7 @@ from dslaunch.core.topology import Host, RankPlace, is_this_machine
 from dslaunch.launch.agent import PROTOCOL, cpu_key
 from dslaunch.launch.jit_cache import torch_extensions_dir
 
+_LOOKED_UP = 16  # hosts of a launch, at most, whose names are looked up
 _PEERS_TRIED = 8  # names of other hosts that host 0 looks up to find its own address
 _FORWARDED = (
     "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LANG", "LC_ALL",
@@ -108,8 +109,13 @@ def build_orders(
 
 
 def is_elsewhere(plan: LaunchPlan, host: Host) -> bool:
-    """Whether the ranks of ``host`` are started on another machine than this one."""
-    return plan.via != "local" and not is_this_machine(host.name)
+    """Whether the ranks of ``host`` are started on another machine than this one.
+
+    Of many hosts not each one is looked up, which may take a second for each: one that is
+    this machine under a name that it does not go by itself is then reached as the others are.
+    """
+    look_up = plan.topology.num_nodes <= _LOOKED_UP
+    return plan.via != "local" and not is_this_machine(host.name, look_up=look_up)
 
 
 def encode_orders(orders: Mapping[str, Any]) -> bytes:

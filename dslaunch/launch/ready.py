@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dslaunch.core.plan import LaunchPlan
-from dslaunch.core.topology import is_this_machine
 from dslaunch.launch import local, ssh
-from dslaunch.launch.orders import check_launch
+from dslaunch.launch.orders import check_launch, is_elsewhere
 from dslaunch.launch.ports import lease_port
 from dslaunch.launch.text import utf8_environ
 
@@ -27,6 +26,6 @@ def check_ready(plan: LaunchPlan) -> Mapping[str, str]:
         local.check_program(plan, environ)
     else:
         ssh.check_client(environ)
-    if plan.master_port is not None and is_this_machine(plan.topology.hosts[0].name):
+    if plan.master_port is not None and not is_elsewhere(plan, plan.topology.hosts[0]):
         lease_port(plan.master_port).close()
     return environ

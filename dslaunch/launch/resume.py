@@ -29,7 +29,8 @@ def resolve_resumed(recorded: RunPlan, asked: RunPlan) -> RunPlan:
         raise ConfigError(
             f"the run file no longer means the run in {recorded.launch.run_dir}; "
             f"nothing was started. What differs:{shown}{more}",
-            hint="put these back, or start a new run with another --run-dir",
+            hint="put these back, or start a new run with another --run-dir; to start it from these weights,"
+            " dslaunch export them and give that as model.path",
         )
     return dataclasses.replace(recorded, launch=asked.launch, output=asked.output, origins=asked.origins)
 

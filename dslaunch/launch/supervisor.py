@@ -14,10 +14,10 @@ from dslaunch.core.errors import EXIT_STOPPED_AT_CHECKPOINT, EnvironmentNotReady
 from dslaunch.core.events import JsonlWriter
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import RunDir
-from dslaunch.core.topology import is_this_machine
 from dslaunch.launch.cause import Cause
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.links import Links
+from dslaunch.launch.orders import is_elsewhere
 from dslaunch.launch.ports import lease_port
 from dslaunch.launch.ready import check_ready
 from dslaunch.launch.screen import Screen
@@ -57,7 +57,7 @@ def supervise(
     Raises ConfigError or EnvironmentNotReady where the ranks cannot be started.
     """
     environ = check_ready(plan)
-    here = is_this_machine(plan.topology.hosts[0].name)
+    here = not is_elsewhere(plan, plan.topology.hosts[0])
     lease = lease_port(plan.master_port) if here else None
     try:
         with SignalInbox() if signals is None else contextlib.nullcontext(signals) as inbox:

@@ -21,6 +21,9 @@ import torch
 from dslaunch.core.errors import EXIT_HOST_LOST, ConfigError, EnvironmentNotReady, LaunchFailed, one_line
 from dslaunch.core.verbosity import VERBOSE, verbosity
 
+DEFAULT_TIMEOUT_S = 1800.0
+_timeout_s = DEFAULT_TIMEOUT_S  # of the process group that this process has joined
+
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -77,14 +80,16 @@ def check_device(wanted: str) -> None:
     )
 
 
-def init_world(*, timeout_s: float = 1800.0) -> World:
+def init_world(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
     """Join the process group (gloo on a CPU, NCCL on GPUs). Safe to call again.
 
-    ``timeout_s`` bounds the rendezvous and each later collective. What DeepSpeed prints
+    ``timeout_s`` bounds the rendezvous, each later collective and :func:`barrier`. What DeepSpeed prints
     while it joins is held back: stdout is for data.
     Raises EnvironmentNotReady where the other ranks cannot be reached or the
     communication op of DeepSpeed cannot be built.
     """
+    global _timeout_s
+    _timeout_s = timeout_s
     rank, world_size, local_rank = read_rank_environment()
     tell_deepspeed_the_local_size()
     from dslaunch.train.jit_ops import prepare_communication
@@ -108,12 +113,27 @@ def init_world(*, timeout_s: float = 1800.0) -> World:
     if get_accelerator().device_name() == "cpu":
         unlink_deepspeeds_shared_memory(rank)
     accelerator = get_accelerator()
-    device = torch.device(
-        accelerator.device_name(local_rank) if accelerator.device_name() != "cpu" else "cpu"
-    )
-    if device.type != "cpu":
-        accelerator.set_device(local_rank)
+    device = torch.device("cpu")
+    if accelerator.device_name() != "cpu":
+        index = find_device(local_rank, accelerator.device_count())
+        device = torch.device(accelerator.device_name(index))
+        accelerator.set_device(index)
     return World(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
+
+
+def find_device(local_rank: int, num_visible: int) -> int:
+    """The index of a rank's device: its local rank, or 0 where a scheduler shows each rank its own one.
+
+    Raises EnvironmentNotReady where there are too few for that.
+    """
+    if local_rank < num_visible:
+        return local_rank
+    if num_visible == 1:  # srun --gpus-per-task=1
+        return 0
+    raise EnvironmentNotReady(
+        f"local rank {local_rank} has no device: {num_visible} are visible to it",
+        hint="start one rank for each visible device, or make more of them visible",
+    )
 
 
 def unlink_deepspeeds_shared_memory(rank: int, shm: Path = Path("/dev/shm")) -> None:
@@ -161,12 +181,14 @@ def hold_deepspeeds_prints() -> Iterator[None]:
         raise
 
 
-def barrier(what: str, *, timeout_s: float = 1800.0) -> None:
+def barrier(what: str, *, timeout_s: float | None = None) -> None:
     """Wait until every rank has come to ``what``.
 
-    With gloo a rank that does not come within ``timeout_s`` is named in a LaunchFailed;
-    other backends have only the time-out of the process group.
+    With gloo a rank that does not come within ``timeout_s`` (default: that of
+    :func:`init_world`) is named in a LaunchFailed; other backends have only the time-out
+    of the process group.
     """
+    timeout_s = _timeout_s if timeout_s is None else timeout_s
     if torch.distributed.get_backend() != "gloo":
         torch.distributed.barrier()
         return
@@ -178,7 +200,7 @@ def barrier(what: str, *, timeout_s: float = 1800.0) -> None:
         raise LaunchFailed(
             f"not every rank reached {what} within {timeout_s:g} s: {one_line(error)}",
             exit_code=EXIT_HOST_LOST,
-            hint="see the logs of the missing ranks",
+            hint="see the logs of the missing ranks; launch.ddp_timeout_s is how long others wait",
         ) from error
 
 

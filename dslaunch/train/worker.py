@@ -71,7 +71,7 @@ def run_rank(plan: RunPlan, *, resume: bool) -> int:
     from dslaunch.train.dist import check_device, init_world, shutdown
 
     check_device(plan.launch.device_type)
-    world = init_world()
+    world = init_world(timeout_s=plan.launch.ddp_timeout_s)
     code = train_rank(plan, world, stop, resume=resume)
     shutdown()
     return code

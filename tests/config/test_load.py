@@ -347,3 +347,18 @@ def test_what_the_hint_says_takes_the_byte_order_mark_away(tmp_path: Path) -> No
 )
 def test_where_text_stands_for_a_mapping_the_message_says_so(text: str, message: str) -> None:
     assert only(text)[0].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("model: {path: m, device_map: auto}\n", "leave it out: DeepSpeed places the weights"),
+        ("model: {path: m, low_cpu_mem_usage: true}\n", "leave it out: at zero_optimization.stage 3"),
+        ("adapter: {type: lora, load_in_4bit: true}\n", "leave it out: 4-bit training is not built yet"),
+        ("adapter: lora\n", "write adapter: {type: lora}"),
+        ("ddp_timeout: 60\n", "write ddp_timeout_s in the section launch"),
+    ],
+)
+def test_what_other_tools_have_says_what_to_do_here(text: str, hint: str) -> None:
+    found = [said for _, said in problems(text) if said and said.startswith(hint)]
+    assert found, problems(text)

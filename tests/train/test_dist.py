@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
-from dslaunch.train.dist import read_rank_environment
+from dslaunch.train.dist import find_device, read_rank_environment
 from tests.support.python import run_python
 from tests.support.ranks import check_ranks, run_ranks
 
@@ -108,3 +108,13 @@ comm.inference_all_reduce(ones)  # through the buffer, which no longer has a nam
 assert ones.sum() == 8192
 """
     assert buffers_left(script) == set()
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "wanted"), [(0, 1, 0), (3, 8, 3), (3, 1, 0)])
+def test_a_rank_finds_its_device(local_rank: int, visible: int, wanted: int) -> None:
+    assert find_device(local_rank, visible) == wanted
+
+
+def test_a_rank_without_a_device_says_so() -> None:
+    with pytest.raises(EnvironmentNotReady, match="local rank 3 has no device: 2 are visible to it"):
+        find_device(3, 2)
