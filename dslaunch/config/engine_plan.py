@@ -163,7 +163,7 @@ def _fp16(spec: EngineSpec, precision: Precision, report: Report) -> Fp16Plan | 
             f"{key} {part.min_loss_scale} is above the first scale, 2^{part.initial_scale_power} = {start}",
             f"set {key} to at most {start}, or raise fp16.initial_scale_power",
         )
-    return Fp16Plan(**part.model_dump())
+    return Fp16Plan(**dict(part))
 
 
 def _fail_dynamic_keys(scale: float, report: Report) -> None:
@@ -176,7 +176,7 @@ def _fail_dynamic_keys(scale: float, report: Report) -> None:
 
 
 def _explain_fp16(part: Fp16Spec, report: Report) -> None:
-    values = part.model_dump()
+    values = dict(part)
     if values["loss_scale"] == "dynamic":
         values["loss_scale"] = 0
     for key, words in settings_in_words(LossScaleRule(**values)).items():
