@@ -42,13 +42,15 @@ class EnginePlan:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
-def resolve_engine(report: Report, facts: Facts) -> tuple[EnginePlan, ResolvedHosts] | None:
-    """The engine plan of ``report.loaded`` and the hosts it is for.
+def resolve_engine(
+    report: Report, facts: Facts, hosts: ResolvedHosts | None = None
+) -> tuple[EnginePlan, ResolvedHosts] | None:
+    """The engine plan of ``report.loaded`` and the hosts it is for: ``hosts``, else those of its cluster.
 
     Returns None where a problem that went to ``report`` makes it impossible.
     """
     spec: EngineSpec = report.loaded.spec
-    hosts = _resolve_hosts(spec, facts, report)
+    hosts = hosts or _resolve_hosts(spec, facts, report)
     stage = spec.zero_optimization.stage
     assert stage != "auto", "settle_zero comes first"
     zero_options = resolve_zero(spec.zero_optimization, facts, report)
@@ -66,13 +68,14 @@ def resolve_engine(report: Report, facts: Facts) -> tuple[EnginePlan, ResolvedHo
     report.reason("launch.device_type", hosts.device_reason)
     batch = _resolve_batch(spec, hosts, report)
     precision = _resolve_precision(spec, hosts, facts, report)
+    fp16 = _fp16(spec, precision, report) if precision is not None else None
     if batch is None or precision is None:
         return None
     if stage == 0:
         _note_stage_0(precision, isinstance(spec, RunSpec), report)
     engine = EnginePlan(
         precision=precision,
-        fp16=_fp16(spec, precision, report),
+        fp16=fp16,
         grad_accum_dtype=_grad_accum_dtype(stage, precision, batch),
         communication_data_type=communication_data_type(precision, hosts.devices),
         zero_stage=stage,
@@ -136,11 +139,12 @@ def _resolve_precision(
             report.reason("precision", chosen.reason)
             report.note(f"precision {chosen.value}: {chosen.reason}")
         for note in chosen.notes:
-            report.note(note)
+            report.warn("precision", note)
         if chosen.value == "fp16" and facts.model_dtype == "bfloat16":
-            report.note(
+            report.warn(
+                "precision",
                 "the model's weights are bfloat16: in fp16 what is above 65504 becomes inf;"
-                " watch the loss scale, or train on devices that compute in bf16"
+                " watch the loss scale, or train on devices that compute in bf16",
             )
         return chosen.value
     return None
@@ -150,7 +154,7 @@ def _fp16(spec: EngineSpec, precision: Precision, report: Report) -> Fp16Plan | 
     if precision != "fp16":
         report.reason("fp16", f"not used with precision {precision}")
         if report.given("fp16"):
-            report.note(f"{report.loaded.where('fp16')}fp16 is not used: precision is {precision}")
+            report.warn("fp16", f"{report.loaded.where('fp16')}fp16 is not used: precision is {precision}")
         return None
     part = spec.fp16
     _explain_fp16(part, report)

@@ -21,6 +21,7 @@ from dslaunch.core.hostfile import parse_hostfile
 from dslaunch.core.templating import TemplateFile
 from dslaunch.core.topology import Host, is_this_machine
 
+_NO_DATA = "has none of the endings that are read as data"
 _MAX_LINES = 2000  # of a hostfile that is read line by line for all that is wrong with it
 
 
@@ -28,7 +29,8 @@ _MAX_LINES = 2000  # of a hostfile that is read line by line for all that is wro
 class PathFact:
     """What a path of the run file is. ``absolute`` is it as seen from where it was written.
 
-    ``fault``: why it cannot be read as data, as the end of "FILE ...".
+    ``fault``: why it cannot be read as data, as the end of "FILE ..."; of what is missing, if its
+    ending alone says so.
     """
 
     kind: Literal["file", "directory", "missing"]
@@ -257,7 +259,8 @@ def look_at_path(key: str, text: str, base: Path) -> PathFact:
         return PathFact("directory", str(path), fault=_data_fault(path) if _is_data_key(key) else None)
     if path.exists():
         return PathFact("file", str(path), fault=_data_fault(path) if _is_data_key(key) else None)
-    return PathFact("missing", str(path), _names_a_place(text, path), _nearest(path, is_hub_key(key)))
+    fault = _NO_DATA if _is_data_key(key) and text.lower().endswith(OTHER_SUFFIXES) else None
+    return PathFact("missing", str(path), _names_a_place(text, path), _nearest(path, is_hub_key(key)), fault)
 
 
 def _data_fault(path: Path) -> str | None:
@@ -266,7 +269,7 @@ def _data_fault(path: Path) -> str | None:
         if path.is_dir():
             return None if any(path.iterdir()) else "is an empty directory"
         if not is_data_file(path.name):
-            return "has none of the endings that are read as data"
+            return _NO_DATA
         if not os.access(path, os.R_OK):
             return "may not be read by this user"
         return "is empty" if path.is_file() and path.stat().st_size == 0 else None

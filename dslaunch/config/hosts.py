@@ -111,16 +111,16 @@ def _from_hostfile(
     reason = f"{len(chosen)} of {len(hosts)} hosts of {facts.paths['cluster.hostfile'].absolute}"
     groups = _by_host(cluster, facts, hosts, chosen)
     if groups is not None:
-        return _with_devices(chosen, reason, groups)
+        return hosts_with_devices(chosen, reason, groups)
     named = _by_name(cluster)
     if named is not None and not _all_cpu(named):
-        return _with_devices(chosen, reason, named)
+        return hosts_with_devices(chosen, reason, named)
     if _are_here(chosen, facts, runs_here):
         if named is None:
             _check_slots(chosen, facts)
-        return _with_devices(chosen, reason, _local_devices(facts, named))
+        return hosts_with_devices(chosen, reason, _local_devices(facts, named))
     if named is not None:
-        return _with_devices(chosen, reason, named)
+        return hosts_with_devices(chosen, reason, named)
     why = "slots of a hostfile are GPUs unless cluster.gpu says cpu"
     return ResolvedHosts(Topology(hosts=tuple(chosen)), reason, None, "cuda", why)
 
@@ -148,12 +148,12 @@ def _with_job_devices(
     if groups is None and on_cpu:
         groups = (DeviceGroup(facts.inventory.cpu),)
     if groups is not None:
-        return _with_devices(chosen, reason, groups)
+        return hosts_with_devices(chosen, reason, groups)
     if (device := _known_device(job.devices.kind)) is not None:
-        told = _with_devices(chosen, reason, (DeviceGroup(device, name=job.devices.kind or ""),))
+        told = hosts_with_devices(chosen, reason, (DeviceGroup(device, name=job.devices.kind or ""),))
         return replace(told, device_reason=f"{told.device_reason}, as {job.devices.source} says")
     if job.here is not None and facts.inventory.accelerators:
-        told = _with_devices(chosen, reason, _local_devices(facts, None))
+        told = hosts_with_devices(chosen, reason, _local_devices(facts, None))
         return replace(told, device_reason=f"{told.device_reason}, as on this node")
     why = "slots of a job are GPUs unless cluster.gpu says cpu"
     return ResolvedHosts(Topology(hosts=chosen), reason, None, "cuda", why)
@@ -244,7 +244,7 @@ def _unnamed_nodes(cluster: ClusterSpec, named: tuple[DeviceGroup, ...] | None) 
     hosts = tuple(Host(name=f"node-{i}", slots=slots) for i in range(cluster.num_nodes or 1))
     reason = "num_nodes x num_gpus_per_node; the names are not known without a hostfile"
     if named is not None:
-        return _with_devices(hosts, reason, named)
+        return hosts_with_devices(hosts, reason, named)
     why = "several nodes are taken to have GPUs unless cluster.gpu says cpu"
     return ResolvedHosts(Topology(hosts=hosts), reason, None, "cuda", why)
 
@@ -255,7 +255,7 @@ def _this_machine(cluster: ClusterSpec, facts: Facts, named: tuple[DeviceGroup, 
     count = cluster.num_gpus_per_node
     if _all_cpu(groups):
         reason = "this machine, as many ranks as asked for" if count else "one rank on this machine's CPU"
-        return _with_devices(_localhost(_numbered(count or 1)), reason, groups)
+        return hosts_with_devices(_localhost(_numbered(count or 1)), reason, groups)
     if named is not None:
         if count is None and not ids:
             raise ConfigError(
@@ -263,14 +263,16 @@ def _this_machine(cluster: ClusterSpec, facts: Facts, named: tuple[DeviceGroup, 
                 hint="set cluster.num_gpus_per_node (--num-gpus-per-node)",
             )
         slots = ids[:count] if count is None or count <= len(ids) else _numbered(count)
-        return _with_devices(_localhost(slots), f"{len(slots)} devices on one node", groups)
+        return hosts_with_devices(_localhost(slots), f"{len(slots)} devices on one node", groups)
     if count is not None and count > len(ids):
         raise ConfigError(
             f"num_gpus_per_node {count}, but this machine shows {len(ids)} devices",
             hint=f"use {len(ids)}, or name the device with --gpu to plan for another machine",
         )
     slots = ids if count is None else ids[:count]
-    return _with_devices(_localhost(slots), f"{len(slots)} of {len(ids)} devices of this machine", groups)
+    return hosts_with_devices(
+        _localhost(slots), f"{len(slots)} of {len(ids)} devices of this machine", groups
+    )
 
 
 def _local_devices(facts: Facts, named: tuple[DeviceGroup, ...] | None) -> tuple[DeviceGroup, ...]:
@@ -281,7 +283,10 @@ def _local_devices(facts: Facts, named: tuple[DeviceGroup, ...] | None) -> tuple
     return accelerators if accelerators and named is None else (DeviceGroup(facts.inventory.cpu),)
 
 
-def _with_devices(hosts: tuple[Host, ...], reason: str, groups: tuple[DeviceGroup, ...]) -> ResolvedHosts:
+def hosts_with_devices(
+    hosts: tuple[Host, ...], reason: str, groups: tuple[DeviceGroup, ...]
+) -> ResolvedHosts:
+    """Hosts whose devices are known. Raises ConfigError where they are both CPUs and GPUs."""
     names = ", ".join(dict.fromkeys(str(group.device) for group in groups))
     kind: Literal["cpu", "cuda"] = "cpu" if _all_cpu(groups) else "cuda"
     if kind == "cuda" and any(group.device.name == CPU_NAME for group in groups):

@@ -72,16 +72,21 @@ class LoadedSpec(Generic[S]):
 
 
 def load_run_file(
-    path: Path, overrides: Sequence[str] = (), flags: Sequence[Override] = (), text: str | None = None
+    path: Path,
+    overrides: Sequence[str] = (),
+    flags: Sequence[Override] = (),
+    text: str | None = None,
+    base_dir: Path | None = None,
 ) -> LoadedSpec[RunSpec]:
     """Read and check a run file.
 
     ``overrides`` are ``key=value`` texts of ``--set``, ``flags`` values of other
-    flags; both win over the file. ``text`` is the content where it does not come
-    from ``path`` (stdin). Raises ConfigError(s) with file, line and key path.
+    flags; both win over the file. ``text`` is the content where it was read already or
+    does not come from ``path`` (stdin); then ``base_dir`` is what paths in it start from
+    (default: the current directory). Raises ConfigError(s) with file, line and key path.
     """
     content = _read(path) if text is None else text
-    base_dir = path.resolve().parent if text is None else Path.cwd()
+    base_dir = base_dir or (path.resolve().parent if text is None else Path.cwd())
     try:
         tree = parse_yaml(content.removeprefix(_BOM), str(path))
         if content.startswith(_BOM):

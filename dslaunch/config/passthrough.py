@@ -98,7 +98,7 @@ def _find_faults(config: dict[str, Any], target: Target) -> list[Finding]:
 def _report_planned(finding: Finding, report: Report) -> None:
     if finding.code in _RISKS:
         then = f"; {finding.hint}" if finding.hint else ""
-        report.note(f"{report.loaded.where(finding.key)}{finding.message}{then}")
+        report.warn(finding.key, f"{report.loaded.where(finding.key)}{finding.message}{then}")
     elif finding.code not in _SAID_BEFORE and not finding.key.startswith("fp16."):
         report.fail(finding.key, finding.message, finding.hint)
 

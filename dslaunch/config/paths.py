@@ -31,6 +31,9 @@ def check_hub_id(key: str, text: str, fact: PathFact, report: Report) -> None:
 
     A name that is only like one that is there gives a note: it may be a hub id.
     """
+    if fact.fault is not None and fact.nearest is None:
+        check_data_file(key, text, fact, report)
+        return
     where = report.loaded.where(key)
     doubt = doubt_hub_id(text, fact)
     if doubt == "path":
@@ -62,7 +65,7 @@ def check_data_file(key: str, text: str, fact: PathFact, report: Report) -> None
     if fact.fault is None:
         return
     hint = None
-    if fact.kind == "file" and not is_data_file(text):
+    if fact.kind != "directory" and not is_data_file(text):
         shape = f"{key.removesuffix('.path')}.format"
         hint = (
             f"write it as {describe_data_suffixes()}; {shape} names the keys of its records, not its ending"

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dslaunch.config.load import LoadedSpec
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.plan import Origin
+
+
+class Problem(NamedTuple):
+    """What is wrong, and the run-file key that it is about; ``line`` is the key's, 0 where it has none."""
+
+    line: int
+    key: str
+    error: ConfigError
+
+
+class Risk(NamedTuple):
+    """A note of something that is likely to hurt, and the run-file key that it is about."""
+
+    key: str
+    text: str
 
 
 @dataclass
@@ -16,8 +31,9 @@ class Report:
     """Collects problems so that all are shown at once, and a reason for every value."""
 
     loaded: LoadedSpec[Any]
-    problems: list[tuple[int, ConfigError]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    risks: list[Risk] = field(default_factory=list)
     reasons: dict[str, Origin] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -27,12 +43,12 @@ class Report:
     def fail(self, key: str, message: str, hint: str | None = None) -> None:
         """Record that what was written for ``key`` (a run-file key) cannot be."""
         error = ConfigError(f"{self.loaded.where(key)}{message}", hint=hint)
-        self.problems.append((self.loaded.line(key), error))
+        self.problems.append(Problem(self.loaded.line(key), key, error))
 
     def add(self, key: str, error: ConfigError) -> None:
         """Record an error that says itself where it is, at the place of ``key``."""
         errors = error.problems if isinstance(error, ConfigErrors) else [error]
-        self.problems += [(self.loaded.line(key), each) for each in errors]
+        self.problems += [Problem(self.loaded.line(key), key, each) for each in errors]
 
     def catching(self, key: str) -> Catching:
         """Record ConfigErrors of the ``with`` block as problems of their own ``key``, else of this one."""
@@ -42,6 +58,11 @@ class Report:
         """Say something that the user should know but need not act on."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def warn(self, key: str, text: str) -> None:
+        """A note of a risk that was taken with ``key``: ``dslaunch check`` makes a warning of it."""
+        self.note(text)
+        self.risks.append(Risk(key, text))
 
     def reason(self, plan_key: str, reason: str, source: str = "derived") -> None:
         """Say why the plan's ``plan_key`` has its value, where that is not plain from the run file."""
@@ -54,7 +75,9 @@ class Report:
     def raise_if_any(self) -> None:
         """Raise all problems so far, in file order."""
         if self.problems:
-            raise ConfigErrors([error for _, error in sorted(self.problems, key=lambda item: item[0])])
+            raise ConfigErrors(
+                [problem.error for problem in sorted(self.problems, key=lambda item: item.line)]
+            )
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,28 @@ def resolve(
     unless the run file names one. Raises ConfigErrors with all problems at once.
     """
     report = Report(loaded, notes=list(loaded.notes))
-    engine = resolve_engine(report, facts)
+    plan = resolve_into(report, facts, run_dir=run_dir, cwd=cwd, python=python, default_name=default_name)
+    report.raise_if_any()
+    assert plan is not None
+    return build_origins(plan, report), tuple(report.notes)
+
+
+def resolve_into(
+    report: Report,
+    facts: Facts,
+    *,
+    run_dir: Path,
+    cwd: Path,
+    python: str,
+    default_name: str,
+    hosts: ResolvedHosts | None = None,
+) -> RunPlan | None:
+    """The plan of ``report.loaded`` without its origins; None where a problem went to ``report``.
+
+    ``hosts``: in place of those of its cluster section.
+    """
+    loaded = report.loaded
+    engine = resolve_engine(report, facts, hosts)
     parts = _Parts(report, facts)
     model, data, interpreter = parts.model(), parts.data(), parts.interpreter(python)
     if engine is not None:
@@ -51,9 +72,9 @@ def resolve(
     output = _output(loaded.spec, report)
     check_env(loaded.spec.launch, report)
     ds_config = render_ds_config(engine[0], report, facts, engine[1].devices) if engine else {}
-    report.raise_if_any()
-    assert engine is not None
-    plan = RunPlan(
+    if engine is None or report.problems:
+        return None
+    return RunPlan(
         name=loaded.spec.name or default_name,
         task=loaded.spec.task,
         seed=loaded.spec.seed,
@@ -75,7 +96,6 @@ def resolve(
         deepspeed_template=parts.template(),
         origins={},
     )
-    return build_origins(plan, report), tuple(report.notes)
 
 
 class _Parts:

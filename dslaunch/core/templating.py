@@ -7,6 +7,7 @@ what ``dslaunch template list`` shows and nothing else, and reads no file.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -117,6 +118,7 @@ def _render(source: TemplateFile | str, context: Mapping[str, Any], *, marked: b
         raise ConfigError(message) from None
 
 
+@functools.cache  # with the templates that it has compiled
 def _environment(root: Path, marked: bool) -> jinja2.Environment:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -223,3 +223,16 @@ def test_a_batch_script(capsys: Capture) -> None:
     (file,) = json.loads(capsys.readouterr().out)["files"]
     assert file["kind"] == "batch-script"
     assert [(f["code"], f["line"]) for f in file["findings"]] == [("rank-too-early", 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("empty.yaml", "", "empty.yaml: error: is empty; a run file needs model and data"),
+        ("data.yaml", '[{"a": 1}]', "data.yaml: error: this is data (a JSON array), not a run file"),
+    ],
+)
+def test_the_name_of_a_file_is_said_once(capsys: Capture, name: str, text: str, said: str) -> None:
+    Path(name).write_text(text)
+    assert main(["check", name]) == 1
+    assert capsys.readouterr().out.startswith(said)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dslaunch.config.check import Target, check_config, looks_like_deepspeed
-from dslaunch.config.check.places import finding_of, finding_of_note
-from dslaunch.config.nested import listed
-from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.finding import Finding
-
-if TYPE_CHECKING:
-    from dslaunch.config.load import LoadedSpec
 
 Kind = Literal["deepspeed-config", "run-file", "hostfile", "batch-script", "unknown"]
 
@@ -55,7 +49,9 @@ def check_file(path: str, data: bytes, target: Target) -> CheckedFile:
 
         return CheckedFile(path, kind, check_hostfile(path, text))
     if kind == "run-file":
-        return _check_run_file(path, text, target)
+        from dslaunch.config.check.run_files import check_run_file
+
+        return CheckedFile(path, kind, check_run_file(path, text, target))
     if kind == "batch-script":
         return CheckedFile(path, kind, _check_script(text, target))
     checked = check_config(text, target)
@@ -127,35 +123,3 @@ def _check_script(text: str, target: Target) -> tuple[Finding, ...]:
         note = "a script without a scheduler's directives (#SBATCH, #PBS, ...): nothing is checked"
         return (Finding("not-checked", "info", "", note),)
     return check_batch_script(text, target)
-
-
-def _check_run_file(path: str, text: str, target: Target) -> CheckedFile:
-    from dslaunch.config.load import load_run_file
-
-    try:
-        loaded = load_run_file(Path(path), text=text)
-    except ConfigErrors as errors:
-        found = tuple(finding_of(error, "run-file", path) for error in errors.problems)
-        return CheckedFile(path, "run-file", found)
-    except ConfigError as error:
-        return CheckedFile(path, "run-file", (finding_of(error, "run-file", path),))
-    findings = [finding_of_note(note) for note in loaded.notes]
-    if loaded.spec.deepspeed:
-        findings += _check_overrides(loaded, target)
-    return CheckedFile(path, "run-file", tuple(findings))
-
-
-def _check_overrides(loaded: LoadedSpec[Any], target: Target) -> list[Finding]:
-    """The raw keys under ``deepspeed:``: names, types and ranges as in any config."""
-    from dslaunch.config.check.context import Checker
-    from dslaunch.config.check.keys import check_keys
-    from dslaunch.config.hjson_reader import Document
-
-    checker = Checker(Document("", listed(loaded.spec.deepspeed)), target)
-    check_keys(checker)
-    found = []
-    for finding in checker.findings:
-        key = f"deepspeed.{finding.key}"
-        line, message = loaded.line(key) or None, f"deepspeed.{finding.message}"
-        found.append(replace(finding, key=key, line=line, message=message, fix=None, edits=()))
-    return found

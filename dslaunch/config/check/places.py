@@ -15,7 +15,7 @@ def finding_of(error: ConfigError, code: str, path: str) -> Finding:
     """An error about the file ``path``, with line, column and key where its message has them."""
     match = _PLACE.match(error.message)
     if match is None:
-        message = error.message.removeprefix(f"{path}: ")
+        message = error.message.removeprefix(f"{path}: ").removeprefix(f"{path} ")
         return Finding(code, "error", "", message, hint=error.hint)
     column = int(match["column"]) if match["column"] else None
     key = _KEY.match(match["text"])
