@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from dslaunch.core.plan import LaunchPlan
+from dslaunch.core.errors import ConfigError, ConfigErrors
+from dslaunch.core.plan import LaunchPlan, RunPlan
 from dslaunch.launch import local, ssh
 from dslaunch.launch.orders import check_launch, is_elsewhere
 from dslaunch.launch.ports import lease_port
@@ -29,3 +31,28 @@ def check_ready(plan: LaunchPlan) -> Mapping[str, str]:
     if plan.master_port is not None and not is_elsewhere(plan, plan.topology.hosts[0]):
         lease_port(plan.master_port).close()
     return environ
+
+
+def check_recorded_paths(plan: RunPlan) -> None:
+    """Raise ConfigErrors for the model and data that a plan names and that are gone since it was made."""
+    hint = "put it back, or a symbolic link in its place; or launch the run file with its new path"
+    gone = [
+        ConfigError(f"{key}: {path} of the plan is not there any more; nothing was started", hint=hint)
+        for key, path in _local_paths(plan)
+        if not Path(path).exists()
+    ]
+    if gone:
+        raise ConfigErrors(list(gone))
+
+
+def _local_paths(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    model = plan.model
+    if model.kind != "hub":
+        yield "model.path", model.path
+    for key, path in (("tokenizer", model.tokenizer), ("chat_template", model.chat_template)):
+        if path is not None and Path(path).is_absolute():  # else a hub id
+            yield f"model.{key}", path
+    for part, sources in (("train", plan.data.train), ("eval", plan.data.eval)):
+        for i, source in enumerate(sources):
+            if source.kind != "hub":
+                yield f"data.{part}[{i}].path", source.path

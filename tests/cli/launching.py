@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dslaunch.core.plan import to_json
 from tests.launch.plans import run_plan
@@ -30,9 +31,9 @@ def error_of(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
     return done.stderr
 
 
-def record(run_dir: Path, *argv: str) -> Path:
-    """A run directory with the plan of a training run whose ranks run ``argv``."""
+def record(run_dir: Path, *argv: str, **more: Any) -> Path:
+    """A run directory with the plan of a training run whose ranks run ``argv``. ``more`` replaces fields."""
     run_dir.mkdir()
-    plan = run_plan(run_dir, argv=argv)
+    plan = run_plan(run_dir, argv=argv, **more)
     (run_dir / "plan.json").write_text(json.dumps(to_json(plan)))
     return run_dir / "plan.json"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.launching import HELLO, dslaunch, error_of, record
+from tests.support.plans import make_plan
 
 
 def test_resuming_a_command(tmp_path: Path) -> None:
@@ -47,6 +50,23 @@ def test_a_run_directory_is_enough_to_resume(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "--resume\n"), done.stderr
     again = dslaunch("--plan", "r", "--dry-run", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--resume",), ("--dry-run",)])
+def test_what_a_recorded_plan_names_and_is_gone(tmp_path: Path, options: tuple[str, ...]) -> None:
+    (tmp_path / "model").mkdir()
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"text": "a"}\n')
+    plan = make_plan(tmp_path, tmp_path / "model", data)
+    file = record(tmp_path / "r", "true", model=plan.model, data=plan.data)
+    assert dslaunch("--plan", str(file), "--dry-run", cwd=tmp_path).returncode == 0
+    data.rename(tmp_path / "moved.jsonl")
+    (tmp_path / "model").rmdir()
+    before = sorted(tmp_path.rglob("*"))
+    text = error_of(dslaunch("--plan", str(file), *options, cwd=tmp_path))
+    assert f"model.path: {tmp_path}/model of the plan is not there any more" in text
+    assert f"data.train[0].path: {data} of the plan is not there any more; nothing was started" in text
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_resuming_a_run_file(tmp_path: Path, run_file: Path) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 from dslaunch.core.plan import OptimizerPlan, Origin, RunPlan
 from tests.support.plans import make_plan
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "quickstart"  # a plan names what is there
+
 
 def run_plan(run_dir: Path, argv: tuple[str, ...] | None = None, **more: Any) -> RunPlan:
     """Two local ranks; ``argv`` is by default what resolving gives. ``more`` replaces fields."""
-    plan = make_plan(run_dir.parent, Path("/m"), Path("/d.jsonl"))
+    plan = make_plan(run_dir.parent, EXAMPLES, EXAMPLES / "train.jsonl")
     launch = dataclasses.replace(
         plan.launch,
         argv=argv or ("python", "-m", "dslaunch.train.worker", "--plan", f"{run_dir}/plan.json"),
