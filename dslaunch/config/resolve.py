@@ -20,12 +20,14 @@ from dslaunch.core.plan import (
     AdapterPlan,
     DataPlan,
     DataSource,
+    Fp16Plan,
     LaunchPlan,
     ModelPlan,
     OutputPlan,
     Precision,
     RunPlan,
     SchedulerPlan,
+    WatchPlan,
 )
 
 _DEFAULT_WARMUP_RATIO = 0.03
@@ -71,6 +73,8 @@ def resolve_into(
     scheduler = _scheduler(loaded.spec, report)
     output = _output(loaded.spec, report)
     check_env(loaded.spec.launch, report)
+    if engine is not None:
+        _check_watch(loaded.spec, engine[0].fp16, report)
     ds_config = render_ds_config(engine[0], report, facts, engine[1].devices) if engine else {}
     if engine is None or report.problems:
         return None
@@ -91,6 +95,7 @@ def resolve_into(
         num_train_epochs=epochs,
         max_steps=steps,
         output=output,
+        watch=WatchPlan(**loaded.spec.watch.model_dump()),
         launch=parts.launch(engine[1], run_dir=run_dir, cwd=cwd, python=interpreter),
         ds_config=ds_config,
         deepspeed_template=parts.template(),
@@ -291,6 +296,21 @@ def _scheduler(spec: RunSpec, report: Report) -> SchedulerPlan:
         warmup_ratio=ratio,
         min_lr_ratio=float(part.min_lr_ratio),
     )
+
+
+def _check_watch(spec: RunSpec, fp16: Fp16Plan | None, report: Report) -> None:
+    """A limit that the scale's own descent would reach stops every fp16 run at its start."""
+    limit = spec.watch.max_skipped_in_a_row
+    if fp16 is None or fp16.loss_scale != "dynamic":
+        return
+    descent = fp16.initial_scale_power + fp16.hysteresis
+    if limit <= descent:
+        report.fail(
+            "watch.max_skipped_in_a_row",
+            f"watch.max_skipped_in_a_row {limit}: the descent of the loss scale from "
+            f"2^{fp16.initial_scale_power} alone may skip {descent} steps",
+            f"set it above {descent}, or lower fp16.initial_scale_power",
+        )
 
 
 def _output(spec: RunSpec, report: Report) -> OutputPlan:

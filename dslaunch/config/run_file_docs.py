@@ -41,6 +41,7 @@ ORDER = [
     "max_steps",
     "cluster",
     "launch",
+    "watch",
     "output",
     "deepspeed_template",
     "deepspeed",

@@ -134,6 +134,16 @@ class OutputSpec(Section):
     )
 
 
+class WatchSpec(Section):
+    """When a run is stopped because it gets nowhere (exit code 76)."""
+
+    max_skipped_in_a_row: PositiveInt = Field(
+        50,
+        description="Steps skipped one after the other, for overflow or a gradient that is not finite."
+        " The descent of a dynamic loss scale at the start takes about initial_scale_power of them.",
+    )
+
+
 class RunSpec(EngineSpec):
     """A whole run file."""
 
@@ -156,6 +166,9 @@ class RunSpec(EngineSpec):
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps, in place of num_train_epochs.")
     launch: LaunchSpec = Field(
         default_factory=dict, validate_default=True, description="How the ranks are started."
+    )
+    watch: WatchSpec = Field(
+        default_factory=dict, validate_default=True, description="When to stop a run that gets nowhere."
     )
     output: OutputSpec = Field(
         default_factory=dict, validate_default=True, description="What is written, and how often."

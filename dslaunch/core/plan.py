@@ -177,6 +177,13 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WatchPlan:
+    """When a run is stopped because it gets nowhere."""
+
+    max_skipped_in_a_row: int = 50
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """Everything a training run needs, resolved."""
 
@@ -199,6 +206,7 @@ class RunPlan:
     launch: LaunchPlan
     ds_config: Mapping[str, Any]  # the DeepSpeed JSON, as rendered
     origins: Mapping[str, Origin]
+    watch: WatchPlan = field(default_factory=WatchPlan)
     deepspeed_template: str | None = None  # absolute path of the user's own that it is rendered from
     schema_version: int = SCHEMA_VERSION
 

@@ -46,6 +46,10 @@ class RunDir:
         return self.path / "events.jsonl"
 
     @property
+    def diagnosis(self) -> Path:
+        return self.path / "diagnosis.json"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

@@ -26,6 +26,7 @@ from dslaunch.train.evaluate import EvalResult, eval_batches, run_evaluation
 from dslaunch.train.objectives.sft import SftObjective
 from dslaunch.train.report import Report
 from dslaunch.train.stopping import StopRequest
+from dslaunch.train.watch import Watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class Job:
     schedule: BatchSchedule
     report: Report
     stop: StopRequest
+    watch: Watch
     extra: dict[str, Any]
     keep_alive: tuple[Any, ...] = ()
 
@@ -92,9 +94,11 @@ def run_training(job: Job, first_step: int) -> int:
     interval = _Interval()
     previous: StepResult | None = None
     for step in range(first_step, total):
-        result = _train_step(job, step)
-        if step == first_step:
-            _check_first_loss(job, step, result)
+        with _diagnosed(job):
+            result = _train_step(job, step)
+            if step == first_step:
+                _check_first_loss(job, step, result)
+            job.watch.see(step + 1, result, job.engine.loss_scale)
         if witness is not None:
             _check_gradients(job, witness)
             witness = None
@@ -122,6 +126,17 @@ def _evaluate_and_save(job: Job, interval: _Interval, done: int, *, stopping: bo
             _evaluate(job, done)
         if saves:
             _save(job, done)
+
+
+@contextmanager
+def _diagnosed(job: Job) -> Iterator[None]:
+    """A run that diverges leaves diagnosis.json."""
+    try:
+        yield
+    except Diverged as error:
+        if job.world.rank == 0:
+            job.watch.write_diagnosis(RunDir(Path(job.plan.launch.run_dir)).diagnosis, error)
+        raise
 
 
 def _check_first_loss(job: Job, step: int, result: StepResult) -> None:
@@ -157,8 +172,6 @@ def _train_step(job: Job, step: int) -> StepResult:
 
 def _report_step(job: Job, interval: _Interval, step: int, result: StepResult, *, force: bool) -> _Interval:
     """Write the interval's line where one is due; returns the interval to go on with."""
-    if result.skipped:
-        _report_skip(job, step, result)
     units = job.schedule.window_units(step)
     interval.results.append(result)
     interval.num_tokens += job.train.count_tokens(units)
@@ -172,6 +185,7 @@ def _report_interval(job: Job, interval: _Interval, done: int, digest: str) -> N
     """One line of numbers and one on stdout; losses are the interval's, the rest the last step's."""
     result = interval.results[-1]
     loss, norm = interval.loss, result.grad_norm  # waits for the device
+    job.watch.see_loss(done, loss)
     seconds = time.monotonic() - interval.started
     speed = interval.num_tokens / max(seconds, 1e-9)
     job.report.metrics(
@@ -194,17 +208,6 @@ def _report_interval(job: Job, interval: _Interval, done: int, digest: str) -> N
         f"step {done}/{job.schedule.total_steps}  loss {loss:.4f}  grad_norm {norm:.4g}  "
         f"lr {result.lr:.3g}  {speed:.0f} tokens/s"
     )
-
-
-def _report_skip(job: Job, step: int, result: StepResult) -> None:
-    job.report.event(
-        "step_skipped",
-        step=step + 1,
-        reason=result.skip_reason,
-        loss_scale=result.loss_scale,
-        next_loss_scale=job.engine.loss_scale,
-    )
-    job.report.say(f"step {step + 1} skipped: {result.skip_reason}; the weights are as before")
 
 
 def data_digest(units: np.ndarray[Any, Any]) -> str:

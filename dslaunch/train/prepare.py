@@ -34,6 +34,7 @@ from dslaunch.train.objectives.sft import SftObjective
 from dslaunch.train.report import Report
 from dslaunch.train.schedule import build_scheduler_factory
 from dslaunch.train.stopping import StopRequest
+from dslaunch.train.watch import Watch
 
 _PROGRESS_EVERY_S = 5.0
 
@@ -124,6 +125,12 @@ def build_job(
         schedule=inputs.schedule,
         report=report,
         stop=stop,
+        watch=Watch(
+            precision=plan.precision,
+            max_skipped_in_a_row=plan.watch.max_skipped_in_a_row,
+            event=report.event,
+            say=report.say,
+        ),
         extra=inputs.record.to_json(),
         keep_alive=loaded.keep_alive,
     )

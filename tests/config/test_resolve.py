@@ -363,3 +363,14 @@ def test_a_plan_is_frozen() -> None:
 def test_an_empty_list_of_data_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"data\.train"):
         plan_of("model: m\ndata: {train: []}\ntrain_batch_size: 1\n")
+
+
+def test_a_watch_that_would_stop_the_descent_of_every_scale() -> None:
+    text = (
+        SMALL + "precision: fp16\nzero_optimization: {stage: 1}\ncluster: {gpu: v100, num_gpus_per_node: 8}\n"
+    )
+    with pytest.raises(ConfigError, match=r"run.yaml:\d+: watch.max_skipped_in_a_row 18: the descent"):
+        plan_of(text + "watch: {max_skipped_in_a_row: 18}\n")
+    assert plan_of(text + "watch: {max_skipped_in_a_row: 19}\n").watch.max_skipped_in_a_row == 19
+    static = text + "fp16: {loss_scale: 128}\nwatch: {max_skipped_in_a_row: 3}\n"
+    assert plan_of(static).watch.max_skipped_in_a_row == 3

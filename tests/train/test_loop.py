@@ -20,6 +20,7 @@ from dslaunch.train.data.sampler import BatchSchedule
 from dslaunch.train.dist import World
 from dslaunch.train.evaluate import EvalResult
 from dslaunch.train.stopping import StopRequest
+from dslaunch.train.watch import Watch
 from tests.support.plans import LORA, make_plan
 
 STEP_S, EVAL_S, SAVE_S = 10.0, 100.0, 1000.0
@@ -49,6 +50,7 @@ class StandIn:
         self.rows: list[tuple[str, int, dict[str, Any]]] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.module = torch.nn.Module()
+        self.loss_scale = 1.0
         self._stop, self._stop_in_step, self._steps = stop, stop_in_step, 0
 
     def token_loss(self, batch: object) -> TokenLoss:
@@ -137,6 +139,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             schedule=schedule,
             report=double,
             stop=stop,
+            watch=Watch(precision="fp32", max_skipped_in_a_row=50, event=double.event, say=double.say),
             extra={},
         )
         return loop.run_training(job, 0), double
