@@ -175,7 +175,7 @@ def _run(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> int:
 
     out = sys.stderr.buffer if as_json else sys.stdout.buffer
     # From the run directory on, a Ctrl-C is an end of the launch that is recorded there.
-    with SignalInbox() as signals:
+    with SignalInbox(watches_hosts=plan.launch.via != "local") as signals:
         plan = claim_run_dir(plan, request)
         with _recorded(plan, resume=request.resume) as (events, keep_fds), _tidy(plan, request):
             _announce(plan)

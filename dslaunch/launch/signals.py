@@ -35,10 +35,12 @@ class SignalInbox:
 
     INT and HUP that are ignored already (nohup, a background job of a shell
     script) stay ignored, for the ranks too. Only a main thread can have handlers;
-    elsewhere the inbox stays empty.
+    elsewhere the inbox stays empty. ``watches_hosts``: Ctrl-Z does nothing, because agents on
+    other hosts would take a launcher that sleeps for one that is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, watches_hosts: bool = False) -> None:
+        self._watches_hosts = watches_hosts
         self.pending: deque[tuple[int, float]] = deque()
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._old: dict[int, Any] = {}
@@ -50,6 +52,8 @@ class SignalInbox:
             for number in (*CANCEL, *FORWARD):
                 if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
                     self._old[number] = signal.signal(number, self._note)
+            if self._watches_hosts:
+                self._old[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         return self
 
     def __exit__(

@@ -170,6 +170,17 @@ def test_a_cancel_ends_every_host(bed: Testbed, over: Over, number: int, wanted:
     assert launched.wait()[0] == wanted
 
 
+def test_a_launcher_that_watches_hosts_is_not_put_to_sleep(bed: Testbed, over: Over) -> None:
+    launched = over(WAIT)
+    up(0, 1, 2)
+    launched.process.send_signal(signal.SIGTSTP)
+    time.sleep(0.5)
+    state = Path(f"/proc/{launched.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    assert state != "T"
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.wait()[0] == 143
+
+
 def test_a_killed_launcher_leaves_nothing(bed: Testbed, over: Over) -> None:
     launched = over("signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAIT)
     up(0, 1, 2)
