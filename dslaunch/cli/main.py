@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "explain": ("dslaunch.cli.explain", "Say what a DeepSpeed key or the loss scale does."),
     "plan": ("dslaunch.cli.plan", "Show every resolved value with its reason and source, and its memory."),
     "hosts": ("dslaunch.cli.hosts", "Show the hosts and slots of a hostfile, a batch job or this machine."),
+    "doctor": ("dslaunch.cli.doctor", "Say what this machine, or the hosts of a run, lack."),
     "launch": ("dslaunch.cli.launch", "Start the ranks of a run file, or of any command."),
     "status": ("dslaunch.cli.status", "Say how a run stands, from its directory."),
     "logs": ("dslaunch.cli.logs", "Show what the ranks of a run wrote."),

@@ -34,6 +34,9 @@ _HOST_KEYS = ("accelerators", "cpu", "ram_gib")
 _ACCELERATOR_KEYS = ("name", "memory_gib", "compute_capability", "arch")
 _SUPPORT = ("yes", "slow", "no")
 _TIMEOUT_S = 20
+NVIDIA_SMI = [
+    "nvidia-smi", "--query-gpu=index,name,memory.total,compute_cap", "--format=csv,noheader,nounits",
+]  # fmt: skip
 _HOW_TO_MAKE_ONE = "`python -m dslaunch.core.inventory` prints the line of a node"
 
 
@@ -96,10 +99,19 @@ def inventory_json(inventory: Inventory) -> dict[str, Any]:
 
 def probe_this_machine(environ: Mapping[str, str], *, root: Path = Path("/")) -> Inventory:
     """The accelerators of this machine with their real memory where nvidia-smi is there to tell it."""
+    return inventory_of(environ, "" if _hides_some(environ) else _ask_nvidia_smi(), root=root)
+
+
+def inventory_of(environ: Mapping[str, str], smi: str, *, root: Path) -> Inventory:
+    """The same of the machine that ``root`` has the files of; ``smi`` is what NVIDIA_SMI printed there."""
     found = replace(probe_inventory(environ, root=root), ram_gib=_ram_gib(root))
-    hidden = environ.get("DS_ACCELERATOR") == "cpu" or environ.get("CUDA_VISIBLE_DEVICES") is not None
-    told = () if hidden else _ask_nvidia_smi()
+    told = () if _hides_some(environ) else _parse_nvidia_smi(smi)
     return replace(found, accelerators=told) if told else found
+
+
+def _hides_some(environ: Mapping[str, str]) -> bool:
+    """Whether not all that nvidia-smi lists is to be used."""
+    return environ.get("DS_ACCELERATOR") == "cpu" or environ.get("CUDA_VISIBLE_DEVICES") is not None
 
 
 class _GivenTwice(ValueError):
@@ -165,21 +177,21 @@ def _positive(value: Any, where: str) -> float | None:
     return float(value)
 
 
-def _ask_nvidia_smi() -> tuple[Accelerator, ...]:
-    """Empty where it is not there, does not answer, or says something else than a table."""
-    query = "--query-gpu=index,name,memory.total,compute_cap"
+def _ask_nvidia_smi() -> str:
+    """Empty where it is not there or does not answer."""
     try:
         done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
+            NVIDIA_SMI, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ()
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _parse_nvidia_smi(text: str) -> tuple[Accelerator, ...]:
+    """Empty where it says something else than a table."""
     found = []
-    for line in done.stdout.splitlines() if done.returncode == 0 else []:
+    for line in text.splitlines():
         match = re.fullmatch(r"\s*(\d+), (.+), (\d+|\[.*\]), (\d+)\.(\d)\s*", line)
         if match is None:
             return ()

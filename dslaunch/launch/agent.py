@@ -740,15 +740,15 @@ def interface_to(address: str) -> str | None:
 def usable_cores(root: str = "/") -> int:
     """Cores that this process may use: its affinity, cut by the CPU quotas of its cgroups (v2 and v1)."""
     cores = len(os.sched_getaffinity(0))
-    for folder in cpu_cgroups(root):
+    for folder in cgroups(root, "cpu"):
         quota = cpu_quota(folder)
         if quota is not None:
             cores = min(cores, max(1, int(quota)))
     return cores
 
 
-def cpu_cgroups(root: str) -> list[str]:
-    """The folders that may limit our CPU time: of our cgroup and all above it.
+def cgroups(root: str, controller: str) -> list[str]:
+    """The folders that may limit our use of ``controller`` (cpu, memory): of our cgroup and all above it.
 
     The top is always among them: in a container it often is the container's own.
     """
@@ -759,10 +759,10 @@ def cpu_cgroups(root: str) -> list[str]:
         return []
     folders = []
     for line in lines:
-        if len(line) < 3 or (line[1] and "cpu" not in line[1].split(",")):
+        if len(line) < 3 or (line[1] and controller not in line[1].split(",")):
             continue
         parts = [part for part in line[2].split("/") if part]
-        for mount in (line[1], "cpu") if line[1] else ("", "unified"):
+        for mount in (line[1], controller) if line[1] else ("", "unified"):
             top = os.path.join(root, "sys/fs/cgroup", mount)
             folders += [os.path.join(top, *parts[:depth]) for depth in range(len(parts), -1, -1)]
     return folders

@@ -37,18 +37,23 @@ WORTH_ANOTHER_TRY = (b"Connection refused", b"Connection reset", b"Connection cl
 # Fit for sh, csh and fish alike: no quote, dollar, backslash or exclamation mark inside single quotes
 # that any of them would touch. $0 and $1 are for the inner sh.
 _SHELL = 'p=$0; [ -x "$p" ] || p=python3; exec "$p" -I -S -c "$1"'
-# The first line of stdin is the agent, read byte by byte so that what follows is left for it.
-_LOADER = (
+# The first line of stdin is the program, read byte by byte so that what follows is left for it.
+LOADER = (
     'import base64,zlib;f=open(0,"rb",0,closefd=False);'
     'exec(compile(zlib.decompress(base64.b64decode(f.readline())),"agent.py","exec"))'
 )
 
 
 def build_agent_command(host: Host, orders: dict[str, Any]) -> Command:
-    """The ssh command that starts the agent on ``host``.
+    """The ssh command that starts the agent on ``host``."""
+    return build_command(host, _packed_agent() + encode_orders(orders))
+
+
+def build_command(host: Host, stdin: bytes) -> Command:
+    """The ssh command that runs a program on ``host``: :func:`packed` first on its stdin.
 
     It runs under the launcher's own Python, or ``python3`` where that is not there:
-    it needs the standard library of 3.8 only. The ranks' program is another matter.
+    it may need the standard library of 3.8 only. The ranks' program is another matter.
     """
     argv = ["ssh", "-T"]
     for name, value in OPTIONS.items():
@@ -57,8 +62,13 @@ def build_agent_command(host: Host, orders: dict[str, Any]) -> Command:
         argv += ["-p", str(host.port)]
     if host.user is not None:
         argv += ["-l", host.user]
-    remote = f"exec /bin/sh -c {_quoted(_SHELL)} {_quoted(sys.executable)} {_quoted(_LOADER)}"
-    return Command(argv=(*argv, "--", host.name, remote), stdin=_packed_agent() + encode_orders(orders))
+    remote = f"exec /bin/sh -c {_quoted(_SHELL)} {_quoted(sys.executable)} {_quoted(LOADER)}"
+    return Command(argv=(*argv, "--", host.name, remote), stdin=stdin)
+
+
+def packed(text: bytes) -> bytes:
+    """A program's text as the line that LOADER reads."""
+    return base64.b64encode(zlib.compress(text, 9)) + b"\n"
 
 
 def check_client(environ: Mapping[str, str]) -> None:
@@ -69,8 +79,7 @@ def check_client(environ: Mapping[str, str]) -> None:
 
 @cache
 def _packed_agent() -> bytes:
-    text = Path(agent.__file__).read_bytes()
-    return base64.b64encode(zlib.compress(text, 9)) + b"\n"
+    return packed(Path(agent.__file__).read_bytes())
 
 
 def _quoted(word: str) -> str:

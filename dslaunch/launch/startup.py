@@ -34,12 +34,13 @@ _SHOWN = 8
 
 
 @contextmanager
-def lay_witness(plan: LaunchPlan, *, needed: bool) -> Iterator[Mapping[str, str] | None]:
+def lay_witness(folder: Path, *, needed: bool) -> Iterator[Mapping[str, str] | None]:
     """A file in the run directory by which an agent elsewhere sees that it is the same directory there."""
     if not needed:
         yield None
         return
-    path, text = Path(plan.run_dir, ".seen-by-all-hosts"), uuid.uuid4().hex
+    text = uuid.uuid4().hex
+    path = folder / f".seen-by-all-hosts-{text[:8]}"
     path.write_text(text, encoding="ascii")
     try:
         yield {"path": str(path), "text": text}

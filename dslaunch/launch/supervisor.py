@@ -64,7 +64,7 @@ def supervise(
             screen = Screen(out, err, plan.run_dir)
             launch = _Launch(plan, inbox, SafeEvents(events), screen, own_worker)
             try:
-                with lay_witness(plan, needed=own_worker and plan.via != "local") as witness:
+                with lay_witness(Path(plan.run_dir), needed=own_worker and plan.via != "local") as witness:
                     launch.startup.equip(environ, None if lease is None else lease.port, keep_fds, witness)
                     launch.start()
                     launch.serve()

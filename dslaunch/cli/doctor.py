@@ -1,0 +1,235 @@
+"""dslaunch doctor: what this machine, or the hosts of a run, lack."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dslaunch.cli import options
+from dslaunch.cli.talk import talk
+
+if TYPE_CHECKING:
+    from dslaunch.cli.doctor_checks import HostFinding
+    from dslaunch.cli.doctor_report import Report
+    from dslaunch.config.hosts import ResolvedHosts
+    from dslaunch.core.devices import Inventory
+    from dslaunch.core.plan import LaunchPlan
+    from dslaunch.launch.probing import Probed, ProbeRequest
+
+
+@click.command("doctor", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run_file", required=False, metavar="[RUN.yaml]")
+@options.set_option
+@options.cluster_options
+@options.master_options
+@options.run_dir_option
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=30.0, show_default=True,
+    metavar="SECONDS", help="How long each host may take to answer.",
+)  # fmt: skip
+@options.json_option
+def command(
+    run_file: str | None, set_: tuple[str, ...], timeout_s: float, as_json: bool, **flags: Any
+) -> int:
+    """Say what this machine lacks for a run, or with a run file or --hostfile what its hosts lack.
+
+    Hosts are asked by ssh, all at once: devices, Python and packages, compilers, memory, disk, limits, clocks,
+    the way to the first host, whether they see the run directory. Nothing is started or changed there.
+    Exit code 1 where a run would fail. The `inventory` in the output of --json is one for --inventory.
+    """
+    case = _resolve(run_file, set_, flags)
+    report = _examine(case, timeout_s)
+    if as_json:
+        click.echo(json.dumps(report.to_json()))  # one line: of several nodes they make one file
+    else:
+        from dslaunch.cli.doctor_report import report_lines
+
+        click.echo("\n".join(report_lines(report)).rstrip("\n"))
+    from dslaunch.cli.doctor_report import summary
+    from dslaunch.core.errors import EXIT_NO, EXIT_OK
+
+    talk(summary(report))
+    return EXIT_OK if report.is_ready else EXIT_NO
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """What is looked at: the hosts, and what would run there. ``launch``: None without a run file."""
+
+    hosts: ResolvedHosts
+    launch: LaunchPlan | None
+    python: str
+    cwd: str
+    run_dir: Path
+    master_addr: str | None
+    master_port: int | None
+
+
+def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any]) -> _Case:
+    from dslaunch.config.facts import probe_facts
+    from dslaunch.config.hosts import resolve_hosts
+    from dslaunch.config.load import load_flags
+    from dslaunch.core.run_dir import runs_root
+
+    if set_ and run_file is None:
+        raise click.UsageError("--set changes a run file, and there is none here")
+    launch, run_dir = None, flags.pop("run_dir")
+    if run_file is not None:
+        plan, loaded = options.load_and_resolve_with_spec(run_file, set_=set_, run_dir=run_dir, **flags)
+        launch = plan.launch
+    else:
+        master = {name: flags.pop(name) for name in ("master_addr", "master_port")}
+        loaded = load_flags((), options.flag_overrides(flags))
+        flags |= master
+    facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
+    for problem in (facts.hostfile_problem, facts.allocation_problem, facts.inventory_problem):
+        if problem is not None:
+            raise problem
+    hosts = resolve_hosts(loaded.spec.cluster, facts)
+    _check_names(hosts)
+    if launch is not None:
+        folder = Path(launch.run_dir)
+    else:
+        folder = Path(run_dir) if run_dir else runs_root(os.environ, Path.cwd())
+    return _Case(
+        hosts=hosts,
+        launch=launch,
+        python=launch.argv[0] if launch else sys.executable,
+        cwd=launch.cwd if launch else os.getcwd(),
+        run_dir=folder.absolute(),
+        master_addr=launch.master_addr if launch else flags["master_addr"],
+        master_port=launch.master_port if launch else flags["master_port"],
+    )
+
+
+def _check_names(hosts: ResolvedHosts) -> None:
+    from dslaunch.core.errors import ConfigError
+
+    names = [host.name for host in hosts.topology.hosts]
+    if len(names) > 1 and "names are not known" in hosts.topology_reason:
+        raise ConfigError(f"the names of {len(names)} nodes are not known", hint="give --hostfile")
+
+
+def _examine(case: _Case, timeout_s: float) -> Report:
+    from dslaunch.cli.doctor_checks import Wanted, find_differences, find_problems, hosts_to_exclude
+    from dslaunch.cli.doctor_report import Report
+    from dslaunch.core.topology import is_this_machine
+    from dslaunch.launch import ssh
+    from dslaunch.launch.probing import probe_hosts
+
+    hosts = case.hosts.topology.hosts
+    here = [is_this_machine(host.name) for host in hosts]
+    if not all(here):
+        ssh.check_client(os.environ)
+    findings: list[HostFinding] = []
+    began = time.monotonic()
+    with _witness(case.run_dir, findings, needed=not all(here)) as witness:
+        probed = probe_hosts(hosts, _request(case, witness), timeout_s=timeout_s)
+    seconds = time.monotonic() - began
+    inventories, memory = _read_devices(probed)
+    wanted = Wanted(
+        device_type=case.hosts.device_type,
+        devices=frozenset(case.hosts.devices or ()),
+        cwd=case.cwd,
+        is_trainer=case.launch is not None,
+    )
+    findings += find_problems(probed, inventories, wanted)
+    return Report(
+        probed=probed,
+        inventories=inventories,
+        memory=memory,
+        precision=_precision(case, probed, inventories),
+        python=case.python,
+        differences=find_differences(probed, inventories),
+        findings=tuple(findings),
+        exclude=hosts_to_exclude(probed, findings),
+        seconds=seconds,
+    )
+
+
+@contextmanager
+def _witness(
+    folder: Path, findings: list[HostFinding], *, needed: bool
+) -> Iterator[Mapping[str, str] | None]:
+    """A file by which the others see the run directory, or what is there of the way to it."""
+    from dslaunch.cli.doctor_checks import HostFinding
+    from dslaunch.launch.startup import lay_witness
+
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    with lay_witness(there, needed=needed and os.access(there, os.W_OK)) as witness:
+        if needed and witness is None:
+            message = f"cannot write {there}, where the run directory would be"
+            findings.append(
+                HostFinding("run-dir", "error", "this machine", message, "give another --run-dir")
+            )
+        yield witness
+
+
+def _request(case: _Case, witness: Mapping[str, str] | None) -> ProbeRequest:
+    from dslaunch.cli.doctor_checks import PACKAGES
+    from dslaunch.core.inventory import NVIDIA_SMI
+    from dslaunch.core.run_dir import cache_dir
+    from dslaunch.launch.jit_cache import torch_extensions_dir
+    from dslaunch.launch.probing import ProbeRequest
+    from dslaunch.launch.text import utf8_environ
+
+    environ = {**utf8_environ(), **(case.launch.env if case.launch else {})}
+    ops = environ.get("TORCH_EXTENSIONS_DIR") or torch_extensions_dir(case.python, environ, case.cwd)
+    return ProbeRequest(
+        python=case.python,
+        packages=PACKAGES,
+        environ=environ,
+        cwd=case.cwd,
+        witness=witness,
+        cache=str(cache_dir(environ).absolute()),
+        ops=str(ops),
+        smi=NVIDIA_SMI,
+        master_addr=case.master_addr,
+        master_port=case.master_port,
+    )
+
+
+def _read_devices(probed: Sequence[Probed]) -> tuple[dict[str, Inventory], dict[str, int | None]]:
+    """Host -> its devices, and host -> the memory that a job may use there."""
+    from dslaunch.core.host_memory import local_memory_bytes
+    from dslaunch.core.inventory import inventory_of
+    from dslaunch.launch.probing import root_of
+
+    inventories, memory = {}, {}
+    for one in probed:
+        if one.facts is None:
+            continue
+        with root_of(one.facts) as root:
+            inventories[one.host.name] = inventory_of(one.facts.visible, one.facts.smi or "", root=root)
+            memory[one.host.name] = local_memory_bytes(root)
+    return inventories, memory
+
+
+def _precision(
+    case: _Case, probed: Sequence[Probed], inventories: Mapping[str, Inventory]
+) -> tuple[str, str] | None:
+    from dslaunch.config.host_devices import DeviceGroup, groups_of_inventory
+    from dslaunch.config.precision import resolve_precision
+    from dslaunch.core.errors import ConfigError
+
+    answered = [one.host for one in probed if one.facts is not None]
+    if not answered:
+        return None
+    try:
+        if case.hosts.device_type == "cpu":
+            groups = tuple(DeviceGroup(found.cpu) for found in inventories.values())
+        else:
+            groups = groups_of_inventory(inventories, answered)
+        chosen = resolve_precision("auto", groups)
+    except ConfigError:  # more slots than devices, which is said; a device that the table does not know
+        return None
+    return chosen.value, chosen.reason

@@ -1,0 +1,338 @@
+"""Asks hosts, all at once, what a run would find there (probe.py), and tries the way to the first of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any
+
+from dslaunch.core.command import Command, looks_secret
+from dslaunch.core.topology import Host, is_this_machine
+from dslaunch.launch import agent, probe, ssh
+from dslaunch.launch.orders import encode_orders, forwarded
+from dslaunch.launch.text import printable
+
+_FANOUT = 64
+_TRIES = 3
+_PEERS = 8  # other hosts whose names each host looks up
+
+# Puts the agent where the probe imports it from; neither needs dslaunch to be installed.
+_BUNDLE = """
+import sys, types
+for name in ("dslaunch", "dslaunch.launch", "dslaunch.launch.agent"):
+    sys.modules[name] = types.ModuleType(name)
+agent = sys.modules["dslaunch.launch"].agent = sys.modules["dslaunch.launch.agent"]
+exec(compile({agent!r}, "agent.py", "exec"), agent.__dict__)
+exec(compile({probe!r}, "probe.py", "exec"))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interpreter:
+    """The ranks' Python on one host. ``problem``: why it cannot be used; all else is empty then.
+
+    ``packages``: name -> version, None where it is not there.
+    """
+
+    problem: str | None = None
+    version: str = ""
+    packages: Mapping[str, str | None]
+    torch_cuda: str | None = None
+    has_headers: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """A file system. None: it does not say."""
+
+    total_bytes: int | None
+    free_bytes: int | None
+    free_inodes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchLock:
+    """A lock file in a cache of ops. ``held``: whether a process of that host has it open; None: not known."""
+
+    path: str
+    held: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFacts:
+    """What one host has; probe.py says how it is found out. ``tools``: name -> version, "" where it does not tell.
+
+    ``files``: path -> text, ``device_files``: paths; :func:`root_of` makes a root of them.
+    """
+
+    node: str
+    machine: str
+    glibc: str | None
+    cpu: str
+    cores: int
+    interpreter: Interpreter
+    tools: Mapping[str, str | None]
+    files: Mapping[str, str]
+    device_files: Sequence[str]
+    smi: str | None
+    visible: Mapping[str, str]
+    shm: Space
+    cache_path: str
+    cache: Space
+    cache_problem: str | None
+    nofile: int  # -1: without limit
+    memlock: int
+    infiniband: bool
+    ops: str
+    locks: tuple[TorchLock, ...]
+    has_cwd: bool
+    witness: str | None  # why the run directory is not seen there
+    addresses: Mapping[str, Sequence[str] | None]
+    own_addresses: Sequence[str] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What came of one host. ``problem``: why it did not answer; ``facts`` are None then.
+
+    ``skew_s``: how far its clock is ahead of ours, as far as that is certain. ``meets_at``: address and port at
+    which the others find it, of the first host alone; ``meet_problem``: why there is none, and a hint. ``unreached``:
+    why no connection to it was had; ``interface``: on the way there.
+    """
+
+    host: Host
+    facts: HostFacts | None = None
+    problem: str | None = None
+    skew_s: float = 0.0
+    meets_at: tuple[str, int] | None = None
+    meet_problem: tuple[str, str] | None = None
+    unreached: str | None = None
+    interface: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest:
+    """What is asked of every host; see probe.py. ``environ`` is this machine's."""
+
+    python: str
+    packages: Sequence[str]
+    environ: Mapping[str, str]
+    cwd: str
+    witness: Mapping[str, str] | None
+    cache: str
+    ops: str
+    smi: Sequence[str]
+    master_addr: str | None = None
+    master_port: int | None = None
+
+
+def probe_hosts(hosts: Sequence[Host], request: ProbeRequest, *, timeout_s: float) -> tuple[Probed, ...]:
+    """Ask every host, 64 at a time; each has ``timeout_s`` to answer. Starts and changes nothing there.
+
+    The first host listens on a free port while the others connect to it.
+    """
+    place: Future[tuple[str, int] | None] = Future()
+    have_tried = threading.Semaphore(0)
+
+    def ask(node_rank: int) -> Probed:
+        try:
+            with _answering(hosts, node_rank, request, timeout_s) as (program, probed):
+                if node_rank == 0:
+                    place.set_result(None if probed.meets_at is None else probed.meets_at)
+                    for _ in hosts[1:]:
+                        have_tried.acquire()
+                elif (where := place.result()) is not None:
+                    tried = program.ask({"addr": where[0], "port": where[1]}, "reached")
+                    return replace(probed, unreached=tried["problem"], interface=tried["interface"])
+                return probed
+        except _Failed as error:
+            return Probed(host=hosts[node_rank], problem=str(error))
+        finally:
+            if node_rank > 0:
+                have_tried.release()
+            elif not place.done():
+                place.set_result(None)
+
+    with ThreadPoolExecutor(min(_FANOUT, len(hosts))) as pool:
+        return tuple(pool.map(ask, range(len(hosts))))
+
+
+@contextlib.contextmanager
+def root_of(facts: HostFacts) -> Iterator[Path]:
+    """A folder that looks like the host's / to the functions of core that read /proc and /sys."""
+    with TemporaryDirectory(prefix="dslaunch-doctor-") as name:
+        for path, text in (*facts.files.items(), *((path, "") for path in facts.device_files)):
+            target = Path(name, path.lstrip("/"))
+            if ".." in target.parts:
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8", errors="replace")
+        yield Path(name)
+
+
+class _Failed(Exception):
+    """The host did not answer; the text says how."""
+
+
+class _Program:
+    """A running probe. What it complains of, or the way to it, is in ``said``."""
+
+    def __init__(self, command: Command, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._stderr = TemporaryFile()
+        self.process = subprocess.Popen(
+            command.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, bufsize=0
+        )
+        self._stdout = open(self.process.stdout.fileno(), "rb", closefd=False)  # type: ignore[union-attr]
+
+    def ask(self, question: bytes | dict[str, Any], event: str) -> dict[str, Any]:
+        """Send ``question`` and wait for the answer of that name; other lines (login noise) are skipped.
+
+        Raises _Failed where it does not come in time.
+        """
+        line = question if isinstance(question, bytes) else encode_orders(question)
+        watchdog = threading.Timer(self.timeout_s, self.process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            if line:
+                self._write(line)
+            for answer in self._stdout:
+                with contextlib.suppress(ValueError):
+                    found = json.loads(answer)
+                    if isinstance(found, dict) and found.get("event") == event:
+                        return found
+        finally:
+            watchdog.cancel()
+        raise _Failed(self._ending())
+
+    def said(self) -> bytes:
+        self._stderr.seek(0)
+        return self._stderr.read()[-2000:]
+
+    def close(self) -> None:
+        """The end of its stdin ends it."""
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self.process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._stdout.close()
+        self.process.stdout.close()  # type: ignore[union-attr]
+        self._stderr.close()
+
+    def _write(self, data: bytes) -> None:
+        try:
+            while data:
+                data = data[self.process.stdin.write(data) :]  # type: ignore[union-attr]
+        except OSError:  # it ended: what it printed says why
+            pass
+
+    def _ending(self) -> str:
+        code = self.process.wait()
+        words = printable(self.said().decode("utf-8", "surrogateescape").strip()[-500:])
+        how = f"no answer within {self.timeout_s:g} s" if code == -9 else f"it ended with code {code}"
+        return words or how if code != -9 else how + (f"; it said: {words}" if words else "")
+
+
+@contextlib.contextmanager
+def _answering(
+    hosts: Sequence[Host], node_rank: int, request: ProbeRequest, timeout_s: float
+) -> Iterator[tuple[_Program, Probed]]:
+    """The probe on one host and what it has found, while it still runs. Raises _Failed."""
+    host = hosts[node_rank]
+    is_local = is_this_machine(host.name)
+    stdin = _packed_probe() + encode_orders(_orders(hosts, node_rank, request, is_local=is_local))
+    local = Command(argv=(sys.executable, "-I", "-S", "-c", ssh.LOADER), stdin=stdin)
+    command = local if is_local else ssh.build_command(host, stdin)
+    for attempt in range(1, _TRIES + 1):
+        program = _Program(command, timeout_s)
+        try:
+            began = time.time()
+            hello = program.ask(command.stdin or b"", "hello")
+            heard = time.time()
+        except _Failed:
+            turned_away = any(text in program.said() for text in ssh.WORTH_ANOTHER_TRY)
+            program.close()
+            if is_local or not turned_away or attempt == _TRIES:
+                raise
+            time.sleep(random.uniform(0.1, 0.5) * attempt)
+            continue
+        try:
+            answer = program.ask(b"", "facts")
+            # Its clock was read between the two of ours.
+            skew_s = min(0.0, hello["time"] - began) + max(0.0, hello["time"] - heard)
+            yield program, _probed(host, answer, skew_s)
+        finally:
+            program.close()
+        return
+
+
+def _probed(host: Host, answer: dict[str, Any], skew_s: float) -> Probed:
+    meet = answer["meet"]
+    return Probed(
+        host=host,
+        facts=_host_facts(answer["facts"]),
+        skew_s=skew_s,
+        meets_at=None if meet["addr"] is None else (meet["addr"], meet["port"]),
+        meet_problem=None if meet["problem"] is None else (meet["problem"], meet["hint"]),
+    )
+
+
+def _host_facts(found: dict[str, Any]) -> HostFacts:
+    cache = found.pop("cache")
+    path, problem = cache.pop("path"), cache.pop("problem")
+    return HostFacts(
+        **found
+        | {
+            "interpreter": Interpreter(**{"packages": {}, **found["interpreter"]}),
+            "shm": Space(**found["shm"]),
+            "cache": Space(**cache),
+            "cache_path": path,
+            "cache_problem": problem,
+            "locks": tuple(TorchLock(**lock) for lock in found["locks"]),
+        }
+    )
+
+
+def _orders(
+    hosts: Sequence[Host], node_rank: int, request: ProbeRequest, *, is_local: bool
+) -> dict[str, Any]:
+    env = {} if is_local else forwarded(request.environ)
+    others = [host.name for host in hosts if host is not hosts[node_rank]][:_PEERS]
+    meet = {"peers": others, "addr": request.master_addr, "port": request.master_port}
+    return {
+        "python": request.python,
+        "packages": list(request.packages),
+        "env": {name: value for name, value in env.items() if not looks_secret(name)},
+        "cwd": request.cwd,
+        "witness": request.witness if not is_local else None,
+        "cache": request.cache,
+        "ops": request.ops,
+        "ops_cpu": None if "TORCH_EXTENSIONS_DIR" in request.environ else agent.cpu_key(),
+        "smi": list(request.smi),
+        "names": others,
+        "meet": meet if node_rank == 0 else None,
+    }
+
+
+@cache
+def _packed_probe() -> bytes:
+    texts = {
+        name: Path(module.__file__).read_text("utf-8")
+        for name, module in (("agent", agent), ("probe", probe))
+    }
+    return ssh.packed(_BUNDLE.format(**texts).encode())
