@@ -42,8 +42,8 @@ def command(
 ) -> int:
     """Say what this machine lacks for a run, or with a run file or --hostfile what its hosts lack.
 
-    Hosts are asked by ssh, all at once: devices, Python and packages, compilers, memory, disk, limits, clocks,
-    the way to the first host, whether they see the run directory. Nothing is started or changed there.
+    Hosts are asked by ssh, all at once: devices, Python and packages, compilers, memory, disk, limits,
+    clocks, the way to the first host, whether they see the run directory. Nothing is changed there.
     Exit code 1 where a run would fail. The `inventory` in the output of --json is one for --inventory.
     """
     case = _resolve(run_file, set_, flags)

@@ -86,10 +86,8 @@ def find_problems(
         if len(probed) > 1:
             _check_network(say, one, probed)
             if abs(skew := one.skew_s - median(skews)) > _MOST_SKEW_S:
-                ahead = "ahead of" if skew > 0 else "behind"
-                say.warn(
-                    "clock", f"its clock is {abs(skew):.0f} s {ahead} the others'", "start an NTP client"
-                )
+                how = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the others'"
+                say.warn("clock", f"its clock is {how}", "start an NTP client there")
     found += _differing_versions(probed)
     return found
 
@@ -99,7 +97,7 @@ def find_differences(
 ) -> tuple[Difference, ...]:
     """Only what differs between the hosts that answered."""
     answered = {one.host.name: one.facts for one in probed if one.facts is not None}
-    rows = {
+    rows: dict[str, dict[str, str | None]] = {
         **_versions(answered),
         "nvcc": {host: facts.tools["nvcc"] for host, facts in answered.items()},
         "glibc": {host: facts.glibc for host, facts in answered.items()},
@@ -193,7 +191,7 @@ def _check_devices(say: _Sayer, one: Probed, inventory: Inventory, wanted: Wante
 
 
 def _check_compilers(say: _Sayer, facts: HostFacts, wanted: Wanted) -> None:
-    """DeepSpeed compiles an op when it is first used: on a CPU always one, on GPUs those of its optimizers."""
+    """DeepSpeed compiles an op when it is first used: on CPUs always one, on GPUs its optimizers'."""
     needed = {
         "c++": (facts.tools["c++"] is not None, "install g++ (Debian: apt-get install g++), or set CXX"),
         "ninja": (facts.tools["ninja"] is not None, "pip install ninja"),
@@ -284,8 +282,8 @@ def _check_locks(say: _Sayer, facts: HostFacts, held: set[str], wanted: Wanted) 
         say.say(
             "error" if ours else "warning",
             "stale-lock",
-            f"{lock.path} was left by a build that was killed: DeepSpeed would wait for it for ever",
-            f"rm {lock.path}",
+            f"no process has {lock.path} open: a killed build left it, and DeepSpeed waits for it for ever",
+            f"rm {lock.path}, unless a build runs on another machine",
         )
 
 
@@ -307,7 +305,7 @@ def _check_network(say: _Sayer, one: Probed, probed: Sequence[Probed]) -> None:
         say.say(
             "info",
             "own-name",
-            f"its own name {facts.node} leads to {facts.own_addresses[0]}; dslaunch goes by the route instead",
+            f"its own name leads to {facts.own_addresses[0]}: dslaunch goes by the route to the others",
         )
 
 
@@ -326,7 +324,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _differing_versions(probed: Sequence[Probed]) -> Iterator[HostFinding]:
-    """Findings for the hosts that have other versions than most, or than the first where no side is larger."""
+    """Findings for the hosts that have other versions than most, or than the first where it is a tie."""
     answered = {one.host.name: one.facts for one in probed if one.facts is not None}
     for difference in _differing(_versions(answered)):
         (usual, _), *others = difference.values

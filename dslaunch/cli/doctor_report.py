@@ -55,7 +55,13 @@ class Report:
             ],
             "findings": [asdict(finding) for finding in self.findings],
             "exclude": "@".join(self.exclude) or None,
-            "inventory": {name: inventory_json(found) for name, found in self.inventories.items()},
+            "inventory": {
+                one.facts.node if one.host.name == "localhost" else one.host.name: inventory_json(
+                    self.inventories[one.host.name]
+                )
+                for one in self.probed
+                if one.facts is not None
+            },
         }
 
 

@@ -101,10 +101,10 @@ def ask_python(python: str, packages: list[str], env: dict[str, str]) -> dict[st
     except FileNotFoundError:
         return {"problem": "no program " + python}
     except (OSError, subprocess.TimeoutExpired) as error:
-        return {"problem": "cannot run %s: %s" % (python, getattr(error, "strerror", None) or "no answer")}
+        return {"problem": f"cannot run {python}: {getattr(error, 'strerror', None) or 'no answer'}"}
     except ValueError:
         lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return {"problem": "%s does not work: %s" % (python, lines[-1] if lines else "it printed nothing")}
+        return {"problem": f"{python} does not work: {lines[-1] if lines else 'it printed nothing'}"}
 
 
 def tool_version(name: str, python: str, env: dict[str, str]) -> str | None:
@@ -168,7 +168,7 @@ def first_block(path: str) -> str:
 
 
 def space(path: str) -> dict[str, int | None]:
-    """Bytes and inodes of the file system that ``path`` is or will be on. inodes None: it does not count them."""
+    """Bytes and inodes of the file system that ``path`` is or will be on; None: not counted there."""
     try:
         found = os.statvfs(existing(path))
     except OSError:
@@ -188,7 +188,7 @@ def existing(path: str) -> str:
 
 
 def write_problem(path: str) -> str | None:
-    """Why nothing can be written at ``path``: a quota that is used up shows in no number, only when writing."""
+    """Why nothing can be written at ``path``. A quota that is used up shows only when writing."""
     try:
         with tempfile.TemporaryFile(dir=existing(path)) as stream:
             stream.write(b"x" * 65536)
@@ -264,7 +264,7 @@ def send(event: str, **fields: Any) -> None:
 
 
 def main() -> None:
-    stdin = open(0, "rb", 0, closefd=False)
+    stdin = open(0, "rb", 0, closefd=False)  # noqa: SIM115
     request = json.loads(stdin.readline())
     sys.stdout.write("\n")  # ends what a login script may have left unfinished there
     send("hello", time=time.time())

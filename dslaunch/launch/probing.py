@@ -63,7 +63,7 @@ class Space:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchLock:
-    """A lock file in a cache of ops. ``held``: whether a process of that host has it open; None: not known."""
+    """A lock file in a cache of ops. ``held``: whether a process there has it open; None: not known."""
 
     path: str
     held: bool | None
@@ -71,8 +71,9 @@ class TorchLock:
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """What one host has; probe.py says how it is found out. ``tools``: name -> version, "" where it does not tell.
+    """What one host has; probe.py says how it is found out.
 
+    ``tools``: name -> version, "" where it does not tell, None where it is not there.
     ``files``: path -> text, ``device_files``: paths; :func:`root_of` makes a root of them.
     """
 
@@ -106,9 +107,9 @@ class HostFacts:
 class Probed:
     """What came of one host. ``problem``: why it did not answer; ``facts`` are None then.
 
-    ``skew_s``: how far its clock is ahead of ours, as far as that is certain. ``meets_at``: address and port at
-    which the others find it, of the first host alone; ``meet_problem``: why there is none, and a hint. ``unreached``:
-    why no connection to it was had; ``interface``: on the way there.
+    ``skew_s``: how far its clock is ahead of ours, as far as that is certain. ``meets_at``: address and
+    port at which the others find it, of the first host alone; ``meet_problem``: why there is none, and
+    a hint. ``unreached``: why no connection to it was had; ``interface``: on the way there.
     """
 
     host: Host
@@ -190,11 +191,12 @@ class _Program:
 
     def __init__(self, command: Command, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._stderr = TemporaryFile()
+        self._stderr = TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            command.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, bufsize=0
+            command.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr
         )
-        self._stdout = open(self.process.stdout.fileno(), "rb", closefd=False)  # type: ignore[union-attr]
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
 
     def ask(self, question: bytes | dict[str, Any], event: str) -> dict[str, Any]:
         """Send ``question`` and wait for the answer of that name; other lines (login noise) are skipped.
@@ -206,8 +208,9 @@ class _Program:
         watchdog.daemon = True
         watchdog.start()
         try:
-            if line:
-                self._write(line)
+            with contextlib.suppress(OSError):  # where it has ended, what it printed says why
+                self._stdin.write(line)
+                self._stdin.flush()
             for answer in self._stdout:
                 with contextlib.suppress(ValueError):
                     found = json.loads(answer)
@@ -224,22 +227,14 @@ class _Program:
     def close(self) -> None:
         """The end of its stdin ends it."""
         with contextlib.suppress(OSError):
-            self.process.stdin.close()  # type: ignore[union-attr]
+            self._stdin.close()
         try:
             self.process.wait(2.0)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self._stdout.close()
-        self.process.stdout.close()  # type: ignore[union-attr]
         self._stderr.close()
-
-    def _write(self, data: bytes) -> None:
-        try:
-            while data:
-                data = data[self.process.stdin.write(data) :]  # type: ignore[union-attr]
-        except OSError:  # it ended: what it printed says why
-            pass
 
     def _ending(self) -> str:
         code = self.process.wait()
@@ -331,8 +326,5 @@ def _orders(
 
 @cache
 def _packed_probe() -> bytes:
-    texts = {
-        name: Path(module.__file__).read_text("utf-8")
-        for name, module in (("agent", agent), ("probe", probe))
-    }
-    return ssh.packed(_BUNDLE.format(**texts).encode())
+    ours, theirs = (Path(str(module.__file__)).read_text("utf-8") for module in (probe, agent))
+    return ssh.packed(_BUNDLE.format(agent=theirs, probe=ours).encode())
