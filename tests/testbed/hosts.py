@@ -139,6 +139,19 @@ class Testbed:
         self.boot(name)
         self.wait_for_ssh(name)
 
+    def bind(self, name: str, source: Path, target: Path) -> None:
+        """Put a file over another on one host, until it is powered off: what is installed there differs."""
+        pid = str(self._pids(name)[0])
+        _run("nsenter", "--target", pid, "--mount", "mount", "--bind", str(source), str(target))
+
+    def forbid(self, name: str, address: str) -> None:
+        """Let the host reach every address but this one, until :meth:`allow`."""
+        _run("ip", "-n", self._netns(name), "route", "add", "prohibit", address)
+
+    def allow(self, name: str, address: str) -> None:
+        """Take that back."""
+        _run("ip", "-n", self._netns(name), "route", "del", "prohibit", address)
+
     def programs(self, name: str) -> list[str]:
         """What runs on a host besides its sshd, by command line."""
         return list(self._programs(name).values())
