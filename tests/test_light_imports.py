@@ -83,6 +83,7 @@ def test_help_of_a_verb_imports_click_alone(verb: str) -> None:
         ("template", "list"),
         ("hosts", str(REPO_ROOT / "hostfiles" / "unequal-nodes")),
         ("check", str(RUN_FILE)),
+        ("doctor",),
     ],
     ids=lambda argv: " ".join(argv[:1]) + (" from flags" if "--lr" in argv else ""),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 @options.cluster_options
 @options.master_options
 @options.run_dir_option
+@click.option("--via", metavar="WAY", help="auto (default), ssh, or local: this machine alone.")
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=1), default=30.0, show_default=True,
     metavar="SECONDS", help="How long each host may take to answer.",
@@ -78,19 +80,24 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
     from dslaunch.config.facts import probe_facts
     from dslaunch.config.hosts import resolve_hosts
     from dslaunch.config.load import load_flags
+    from dslaunch.core.errors import ConfigError
     from dslaunch.core.run_dir import runs_root
 
     if set_ and run_file is None:
         raise click.UsageError("--set changes a run file, and there is none here")
     launch, run_dir = None, flags.pop("run_dir")
+    if flags["via"] not in (None, "auto", "local", "ssh"):
+        raise ConfigError(f"--via {flags['via']!r} is not one of auto, local, ssh")
     if run_file is not None:
         plan, loaded = options.load_and_resolve_with_spec(run_file, set_=set_, run_dir=run_dir, **flags)
         launch = plan.launch
     else:
-        master = {name: flags.pop(name) for name in ("master_addr", "master_port")}
-        loaded = load_flags((), options.flag_overrides(flags))
-        flags |= master
+        other = ("master_addr", "master_port", "via")
+        cluster = {name: value for name, value in flags.items() if name not in other}
+        loaded = load_flags((), options.flag_overrides(cluster))
     facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
+    if flags["via"] == "local":
+        facts = dataclasses.replace(facts, allocation=None, allocation_problem=None)
     for problem in (facts.hostfile_problem, facts.allocation_problem, facts.inventory_problem):
         if problem is not None:
             raise problem

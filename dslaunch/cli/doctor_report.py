@@ -68,8 +68,7 @@ class Report:
 def report_lines(report: Report) -> list[str]:
     """The report for a reader."""
     lines = _one_host(report) if len(report.probed) == 1 else _several_hosts(report)
-    shown = [finding for finding in report.findings if finding.severity != "info" or len(report.findings) < 9]
-    for message, hosts in _alike(shown).items():
+    for message, hosts in _alike(report.findings).items():
         severity, text, hint = message
         where = f"{_names(hosts)}: " if len(report.probed) > 1 else ""
         lines.append(f"{severity:<8} {where}{text}")
@@ -82,11 +81,12 @@ def report_lines(report: Report) -> list[str]:
 
 def summary(report: Report) -> str:
     """The last line, for stderr."""
-    counts = {s: sum(finding.severity == s for finding in report.findings) for s in ("error", "warning")}
+    said_once = [severity for severity, _, _ in _alike(report.findings)]
+    counts = {severity: said_once.count(severity) for severity in ("error", "warning")}
     if not any(counts.values()):
         return "nothing is missing"
-    said = [f"{count} {word}{'s' * (count > 1)}" for word, count in counts.items() if count]
-    return " and ".join(said) + ("" if counts["error"] else "; a run can start")
+    words = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts.items() if count]
+    return " and ".join(words) + ("" if counts["error"] else "; a run can start")
 
 
 def _one_host(report: Report) -> list[str]:

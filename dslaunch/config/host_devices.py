@@ -115,8 +115,7 @@ def groups_of_inventory(
         raise KeyProblem(
             "cluster.inventory",
             f"{in_words(missing)} {'is' if len(missing) == 1 else 'are'} not in it",
-            hint="add what `python -m dslaunch.core.inventory` prints there;"
-            f" it has {in_words(list(inventories))}",
+            hint=f"add what `dslaunch doctor --json` prints there; it has {in_words(list(inventories))}",
         )
     return tuple(DeviceGroup(device, in_words(names)) for (device, _), names in hosts_of.items())
 

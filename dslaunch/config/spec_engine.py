@@ -152,8 +152,8 @@ class ClusterSpec(Section):
     )
     inventory: Text | None = Field(
         None,
-        description="JSON file with what each host has, in place of `gpu`: the lines that"
-        " `python -m dslaunch.core.inventory` prints on them.",
+        description="JSON file with what each host has, in place of `gpu`: what"
+        " `dslaunch doctor --json` prints.",
     )
     host_memory_gib: PositiveFloat | None = Field(
         None, description="RAM of each host that a job may use, where that is not this machine's; for `plan`."

@@ -1,19 +1,17 @@
-"""What accelerators, CPU and memory each host has, as JSON that every node can print itself.
+"""What accelerators, CPU and memory each host has, as JSON that ``dslaunch doctor`` prints.
 
     {"node-1": {"accelerators": [{"name": "NVIDIA A100-SXM4-80GB", "memory_gib": 78.8,
                                   "compute_capability": "8.0"}, ...],
                 "cpu": {"fp16": "no", "bf16": "slow"}, "ram_gib": 503.5}}
 
-``python -m dslaunch.core.inventory`` prints this machine's; the lines of several nodes,
-one after the other in a file, are an inventory of them all.
+What ``dslaunch doctor --json`` prints is one too: this stands under ``inventory`` there. The
+lines of several nodes, one after the other in a file, are an inventory of them all.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +31,10 @@ from dslaunch.core.errors import ConfigError
 _HOST_KEYS = ("accelerators", "cpu", "ram_gib")
 _ACCELERATOR_KEYS = ("name", "memory_gib", "compute_capability", "arch")
 _SUPPORT = ("yes", "slow", "no")
-_TIMEOUT_S = 20
 NVIDIA_SMI = [
     "nvidia-smi", "--query-gpu=index,name,memory.total,compute_cap", "--format=csv,noheader,nounits",
 ]  # fmt: skip
-_HOW_TO_MAKE_ONE = "`python -m dslaunch.core.inventory` prints the line of a node"
+_HOW_TO_MAKE_ONE = "`dslaunch doctor --json` prints one"
 
 
 def parse_inventory(text: str, name: str) -> dict[str, Inventory]:
@@ -62,6 +59,8 @@ def parse_inventory(text: str, name: str) -> dict[str, Inventory]:
             raise ConfigError(
                 f"{name}:{line}: too long or too deep for JSON", hint=_HOW_TO_MAKE_ONE
             ) from None
+        if isinstance(value, dict) and {"schema_version", "inventory"} <= set(value):
+            value = value["inventory"]
         for host, entry in _mapping(value, f"{name}:{line}", "host names").items():
             if host in hosts:
                 raise ConfigError(f"{name}:{line}: host {host} is given twice", hint="keep one of the two")
@@ -97,13 +96,10 @@ def inventory_json(inventory: Inventory) -> dict[str, Any]:
     return {"accelerators": accelerators, "cpu": cpu, "ram_gib": inventory.ram_gib}
 
 
-def probe_this_machine(environ: Mapping[str, str], *, root: Path = Path("/")) -> Inventory:
-    """The accelerators of this machine with their real memory where nvidia-smi is there to tell it."""
-    return inventory_of(environ, "" if _hides_some(environ) else _ask_nvidia_smi(), root=root)
-
-
 def inventory_of(environ: Mapping[str, str], smi: str, *, root: Path) -> Inventory:
-    """The same of the machine that ``root`` has the files of; ``smi`` is what NVIDIA_SMI printed there."""
+    """What the machine has that ``root`` has the files of: accelerators with their real memory where
+    nvidia-smi tells it. ``smi`` is what NVIDIA_SMI printed there, ``environ`` hides devices.
+    """
     found = replace(probe_inventory(environ, root=root), ram_gib=_ram_gib(root))
     told = () if _hides_some(environ) else _parse_nvidia_smi(smi)
     return replace(found, accelerators=told) if told else found
@@ -177,17 +173,6 @@ def _positive(value: Any, where: str) -> float | None:
     return float(value)
 
 
-def _ask_nvidia_smi() -> str:
-    """Empty where it is not there or does not answer."""
-    try:
-        done = subprocess.run(
-            NVIDIA_SMI, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
 def _parse_nvidia_smi(text: str) -> tuple[Accelerator, ...]:
     """Empty where it says something else than a table."""
     found = []
@@ -209,13 +194,3 @@ def _ram_gib(root: Path) -> float | None:
         return None
     match = re.search(r"^MemTotal:\s+(\d+) kB$", text, re.MULTILINE)
     return round(int(match[1]) / 2**20, 1) if match else None
-
-
-def main() -> None:
-    """Print the inventory of this machine on one line."""
-    host = {os.uname().nodename: inventory_json(probe_this_machine(os.environ))}
-    print(json.dumps(host, ensure_ascii=False))
-
-
-if __name__ == "__main__":
-    main()

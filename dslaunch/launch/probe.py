@@ -32,7 +32,7 @@ from typing import Any
 from dslaunch.launch import agent
 
 TIMEOUT_S = 20.0
-NUM_STALE = 20  # lock files looked at
+MOST_LOCKS = 20  # looked at: each takes a walk through /proc
 # What the launcher's side reads devices, memory and CPU from, as it does on its own host.
 FILES = ("proc/meminfo", "proc/self/cgroup", "proc/driver/nvidia/gpus/*/information",
          "sys/class/kfd/kfd/topology/nodes/*/properties")  # fmt: skip
@@ -84,7 +84,7 @@ def facts(request: dict[str, Any], root: str = "/") -> dict[str, Any]:
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": os.path.isdir(os.path.join(root, "sys/class/infiniband")),
         "ops": ops,
-        "locks": torch_locks([ops, os.path.expanduser("~/.cache/torch_extensions/*")]),
+        "locks": torch_locks(ops),
         "has_cwd": os.path.isdir(agent.to_bytes(request["cwd"])),
         "witness": witness_problem(request["witness"]),
         "addresses": {name: addresses(name) for name in request["names"]},
@@ -199,14 +199,12 @@ def write_problem(path: str) -> str | None:
     return None
 
 
-def torch_locks(folders: list[str]) -> list[dict[str, Any]]:
-    """torch's lock files in op caches. ``held``: whether a process here has one open; None where /proc
+def torch_locks(folder: str) -> list[dict[str, Any]]:
+    """torch's lock files in a cache of ops. ``held``: whether a process here has one open; None where /proc
     does not show: another user's. torch keeps it open while it builds (torch/utils/file_baton.py).
     """
     found = []
-    for path in [path for folder in folders for path in glob.glob(os.path.join(folder, "*", "lock"))][
-        :NUM_STALE
-    ]:
+    for path in glob.glob(os.path.join(glob.escape(folder), "*", "lock"))[:MOST_LOCKS]:
         try:
             status = os.stat(path)
         except OSError:
@@ -268,7 +266,10 @@ def main() -> None:
     request = json.loads(stdin.readline())
     sys.stdout.write("\n")  # ends what a login script may have left unfinished there
     send("hello", time=time.time())
-    found = facts(request)
+    try:
+        found = facts(request)
+    except Exception as error:  # a bug of ours, or a very strange host: one line, not a traceback
+        sys.exit(f"dslaunch doctor: {type(error).__name__}: {error}")
     place, lease = meet(request["meet"])
     send("facts", facts=found, meet=place)
     line = stdin.readline()

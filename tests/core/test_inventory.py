@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dslaunch.core import inventory
 from dslaunch.core.devices import Accelerator, Inventory, lookup_device
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.inventory import find_host, inventory_json, parse_inventory
@@ -108,9 +107,9 @@ def smi(tmp_path: Path, script: str) -> dict[str, str]:
 
 
 def printed(environ: dict[str, str]) -> Inventory:
-    argv = [sys.executable, "-m", inventory.__name__]
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.count("\n") == 1
+    argv = [sys.executable, "-m", "dslaunch", "doctor", "--json"]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("\n") == 1, done.stderr
     return parse(done.stdout)[os.uname().nodename]
 
 
