@@ -78,10 +78,11 @@ class _Case:
 
 def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any]) -> _Case:
     from dslaunch.config.facts import probe_facts
-    from dslaunch.config.hosts import resolve_hosts
+    from dslaunch.config.hosts import choose_via, resolve_hosts
     from dslaunch.config.load import load_flags
     from dslaunch.core.errors import ConfigError
     from dslaunch.core.run_dir import runs_root
+    from dslaunch.launch.local import check_hosts
 
     if set_ and run_file is None:
         raise click.UsageError("--set changes a run file, and there is none here")
@@ -102,7 +103,9 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
         if problem is not None:
             raise problem
     hosts = resolve_hosts(loaded.spec.cluster, facts)
-    _check_names(hosts)
+    via = choose_via(hosts, facts)[0] if flags["via"] in (None, "auto") else flags["via"]
+    if via == "local":
+        check_hosts(hosts.topology)
     if launch is not None:
         folder = Path(launch.run_dir)
     else:
@@ -116,14 +119,6 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
         master_addr=launch.master_addr if launch else flags["master_addr"],
         master_port=launch.master_port if launch else flags["master_port"],
     )
-
-
-def _check_names(hosts: ResolvedHosts) -> None:
-    from dslaunch.core.errors import ConfigError
-
-    names = [host.name for host in hosts.topology.hosts]
-    if len(names) > 1 and "names are not known" in hosts.topology_reason:
-        raise ConfigError(f"the names of {len(names)} nodes are not known", hint="give --hostfile")
 
 
 def _examine(case: _Case, timeout_s: float) -> Report:

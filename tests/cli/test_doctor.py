@@ -91,14 +91,34 @@ def test_slots_that_this_machine_has_not(
         (("--hostfile", "nowhere"), "hostfile not found: "),
         (("nowhere.yaml",), "nowhere.yaml"),
         (("--via", "pigeon"), "--via 'pigeon' is not one of auto, local, ssh"),
-        (("--num-nodes", "2", "--num-gpus-per-node", "1"), "the names of 2 nodes are not known"),
+        (("--num-nodes", "2", "--num-gpus-per-node", "1"), "host node-0 cannot be reached"),
+        (("--hostfile", "two", "--via", "local"), "host here.invalid cannot be reached"),
         (("--set", "a=b"), "--set changes a run file"),
     ],
 )
 def test_what_cannot_be_asked(
-    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    argv: tuple[str, ...],
+    message: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("two").write_text("here.invalid slots=1\n")
     assert message in said(capsys, *argv, code=2)[1]
+
+
+def test_a_run_file_says_what_is_needed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Python and its run directory; nothing of them is made."""
+    monkeypatch.chdir(tmp_path)
+    run_file = Path(__file__).parents[2] / "examples/quickstart.yaml"
+    out, _ = said(capsys, str(run_file), "--set", "launch.python=/bin/true", code=1)
+    assert "error    /bin/true does not work: it printed nothing" in out
+    out, _ = said(capsys, str(run_file), "--run-dir", "some/run")
+    assert f", {sys.executable}\n" in out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_in_a_job_of_several_nodes_local_means_this_one(
