@@ -79,7 +79,7 @@ def command(
 
 
 def build_target(reader: str, world_size: int | None, gpu: str | None, version: str | None) -> Target:
-    """What the flags say the config is for. Raises ConfigError for an unknown device."""
+    """What the flags say the config is for. Raises ConfigError for an unknown device, or a host's."""
     from dslaunch.config.check import Target
     from dslaunch.config.schema import VERSION
 
@@ -87,6 +87,11 @@ def build_target(reader: str, world_size: int | None, gpu: str | None, version: 
     if gpu:
         from dslaunch.core.devices import lookup_device
 
+        if "=" in gpu:
+            from dslaunch.core.errors import ConfigError
+
+            hint = "name the devices alone, such as a100,v100: the weakest of them counts"
+            raise ConfigError(f"--gpu {gpu!r}: check knows no hosts to match a pattern with", hint=hint)
         devices = tuple(lookup_device(name) for name in gpu.split(","))
     return Target(reader, world_size, devices, version or installed_version() or VERSION)  # type: ignore[arg-type]
 

@@ -66,7 +66,16 @@ def _mend_file(path: str, target: Target, mending: Mending) -> CheckedFile:
     if mending.write_to is not None or (mending.in_place and repaired.done):
         write_to = path if mending.in_place else str(mending.write_to)
         _write(repaired, write_to, force=mending.force or mending.in_place)
-    return CheckedFile(name, "deepspeed-config", repaired.left.findings) if mending.fix else checked
+    if not mending.fix:
+        return checked
+    return CheckedFile(_name_of_result(name, mending), "deepspeed-config", repaired.left.findings)
+
+
+def _name_of_result(name: str, mending: Mending) -> str:
+    """What the lines of the remaining findings are counted in."""
+    if mending.write_to is not None:
+        return "<stdout>" if mending.write_to == "-" else mending.write_to
+    return name if mending.in_place else f"{name} (mended)"
 
 
 def _mend(name: str, text: str, target: Target, mending: Mending) -> Repaired:

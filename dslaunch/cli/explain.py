@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dslaunch.cli import options
+from dslaunch.cli.talk import talk
 
 if TYPE_CHECKING:
     from dslaunch.core.loss_scale import LossScaleRule
@@ -58,13 +59,18 @@ def command(
 
 
 def _explain(text: str, as_json: bool) -> None:
+    from dslaunch.config.schema import find_key
     from dslaunch.config.schema.describe import describe, describe_argument, key_json, keys_named
+    from dslaunch.config.schema.other_names import OTHER_NAMES
 
+    if find_key(text) is None and (own := OTHER_NAMES.get(text.strip())) is not None:
+        talk(f"{text.strip()} of other tools is {own} in a DeepSpeed config")
+        text = own
     argument = describe_argument(text)
     if argument is not None and not as_json:
         click.echo("\n".join(argument))
         return
-    keys = keys_named(text)
+    keys = keys_named(text if argument is None else text.rpartition(".")[0])
     if as_json:
         _echo_json({"keys": [key_json(key) for key in keys]})
     else:

@@ -114,8 +114,11 @@ def _nearest_divisors(value: int, near: int) -> list[int]:
     return below[-1:] + above[:1]
 
 
-def _ways_out(sizes: Mapping[str, int], wanted: str | None) -> str:
-    """``train_batch_size 96 (gradient_accumulation_steps 3) or 128 (...), or world_size ...``"""
+def ways_out(sizes: Mapping[str, int], wanted: str | None) -> str:
+    """:func:`nearest_sizes` in words, for a hint.
+
+    ``train_batch_size 96 (gradient_accumulation_steps 3) or 128 (...), or world_size ...``
+    """
     by_name: dict[str, list[str]] = {}
     for name, whole in nearest_sizes(sizes, wanted):
         follows = f" ({wanted} {whole[wanted]})" if wanted is not None else ""
@@ -129,7 +132,7 @@ def _divide(train: int, given: str, size: int, world_size: int, wanted: str) -> 
         return train // unit
     raise ConfigError(
         f"{TRAIN} {train} is not a multiple of {given} {size} x world_size {world_size} (= {unit})",
-        hint=f"use {_ways_out({TRAIN: train, given: size, WORLD: world_size}, wanted)}",
+        hint=f"use {ways_out({TRAIN: train, given: size, WORLD: world_size}, wanted)}",
     )
 
 
@@ -141,7 +144,7 @@ def _check_three(train: int, micro: int, steps: int, world_size: int) -> None:
     raise ConfigError(
         f"{TRAIN} {train} is not {MICRO} {micro} x {ACCUMULATION} {steps} x world_size {world_size}"
         f" (= {product})",
-        hint=f"use {_ways_out(sizes, None)}, or leave one of the three out",
+        hint=f"use {ways_out(sizes, None)}, or leave one of the three out",
     )
 
 

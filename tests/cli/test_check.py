@@ -236,3 +236,55 @@ def test_the_name_of_a_file_is_said_once(capsys: Capture, name: str, text: str, 
     Path(name).write_text(text)
     assert main(["check", name]) == 1
     assert capsys.readouterr().out.startswith(said)
+
+
+def test_findings_after_fix_name_the_file_that_has_their_lines(capsys: Capture) -> None:
+    text = '{\n\n\n\n"train_batch_size": 8,\n"wall_clock_breakdown": true,\n"zero_optimization":'
+    text += ' {"stage": 2, "sub_group_size": 1}\n}'
+    Path("old.json").write_text(text)
+    for options, name in (
+        (["-o", "new.json"], "new.json"),
+        (["--diff"], "old.json (mended)"),
+        (["--in-place"], "old.json"),
+    ):
+        assert main(["check", "old.json", "--fix", *options, "--json"]) == 0
+        out = capsys.readouterr().out
+        (file,) = json.loads(out)["files"]
+        assert file["path"] == name
+        assert [f["line"] for f in file["findings"] if f["key"] == "wall_clock_breakdown"] == [3]
+    assert main(["check", "new.json", "--fix", "-o", "-"]) == 0
+    assert "<stdout>:3:3: info: wall_clock_breakdown" in capsys.readouterr().err
+
+
+def test_a_pattern_is_no_device_for_check(capsys: Capture) -> None:
+    assert main(["check", "good.json", "--gpu", "node-[1-4]=a100,*=v100"]) == 2
+    err = capsys.readouterr().err
+    assert "check knows no hosts to match a pattern with" in err
+    assert "name the devices alone, such as a100,v100" in err
+
+
+def test_batch_hints_are_those_of_plan(capsys: Capture) -> None:
+    sizes = {
+        "train_batch_size": 100,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": None,
+    }
+    write("batch.json", GOOD | sizes)
+    assert main(["check", "batch.json", "--world-size", "5"]) == 1
+    out = capsys.readouterr().out
+    assert (
+        "use train_batch_size 80 (gradient_accumulation_steps 2) or 120 (gradient_accumulation_steps 3),"
+        " or train_micro_batch_size_per_gpu 5 (gradient_accumulation_steps 4) or 10"
+        " (gradient_accumulation_steps 2)"
+    ) in out
+    assert main(["check", "batch.json"]) == 1
+    assert (
+        "use train_batch_size 96 (world_size x gradient_accumulation_steps 12) or 104"
+        in capsys.readouterr().out
+    )
+    write("three.json", GOOD | sizes | {"gradient_accumulation_steps": 5})
+    assert main(["check", "three.json", "--world-size", "2"]) == 1
+    assert (
+        "use train_batch_size 80, or train_micro_batch_size_per_gpu 10, or leave one of the three out"
+        in capsys.readouterr().out
+    )

@@ -9,6 +9,7 @@ import pytest
 from dslaunch.cli.explain import parse_steps
 from dslaunch.cli.main import main
 from dslaunch.config.schema import key_table
+from dslaunch.config.schema.other_names import OTHER_NAMES
 from dslaunch.core.errors import ConfigError
 
 Capture = pytest.CaptureFixture[str]
@@ -35,6 +36,19 @@ def test_every_key_can_be_explained(capsys: Capture) -> None:
 def test_an_unknown_key(capsys: Capture) -> None:
     assert main(["explain", "gradient_cliping"]) == 2
     assert "did you mean gradient_clipping?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_a_name_of_another_tool(capsys: Capture, name: str) -> None:
+    own = OTHER_NAMES[name]
+    assert name not in key_table(), "DeepSpeed has a key of that name: explain shows that one"
+    assert main(["explain", name]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == own
+    assert err == f"{name} of other tools is {own} in a DeepSpeed config\n"
+    assert main(["explain", name, "--json"]) == 0
+    (key,) = json.loads(capsys.readouterr().out)["keys"]
+    assert own.startswith(key["key"])
 
 
 def test_the_list(capsys: Capture) -> None:

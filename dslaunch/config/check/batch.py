@@ -94,50 +94,57 @@ def _check_beside_auto(checker: Checker, autos: list[str]) -> None:
 
 
 def _report_any_world(checker: Checker, train: int, micro: int | None, steps: int | None) -> None:
-    from dslaunch.core.batch_size import nearest_multiples
+    from dslaunch.core.batch_size import WORLD, ways_out
 
+    given = {name: size for name, size in ((MICRO, micro), (STEPS, steps)) if size}
     unit = (micro or 1) * (steps or 1)
-    factors = " x ".join(f"{name} {size}" for name, size in ((MICRO, micro), (STEPS, steps)) if size)
-    near = " or ".join(map(str, nearest_multiples(train, unit)))
+    factors = " x ".join(f"{name} {size}" for name, size in given.items())
+    open_ = " x ".join((WORLD, *(name for name in (MICRO, STEPS) if name not in given)))
     checker.report(
         "batch",
         "error",
         (TRAIN,),
         f"{train} is no multiple of {factors} (= {unit}), so it fits no world size",
-        f"use {near}, or leave {TRAIN} out",
+        f"use {ways_out({TRAIN: train, **given}, open_)}, or leave {TRAIN} out",
     )
 
 
 def _report_three(checker: Checker, train: int, micro: int, steps: int, world: int) -> None:
+    from dslaunch.core.batch_size import ways_out
+
     product = micro * steps * world
-    fits = f", {STEPS} {train // (micro * world)}" if train % (micro * world) == 0 else ""
+    sizes = {TRAIN: train, MICRO: micro, STEPS: steps, _name_of_ranks(checker, world): world}
     checker.report(
         "batch",
         "error",
         (TRAIN,),
         f"{train} is not {MICRO} {micro} x {STEPS} {steps} x {_ranks(checker, world)} (= {product})",
-        f"use {TRAIN} {product}{fits}, or leave one of the three out",
+        f"use {ways_out(sizes, None)}, or leave one of the three out",
     )
 
 
 def _report_division(checker: Checker, train: int, micro: int | None, steps: int | None, world: int) -> None:
-    from dslaunch.core.batch_size import nearest_multiples
+    from dslaunch.core.batch_size import ways_out
 
     given = MICRO if micro else STEPS if steps else None
     size = micro or steps or 1
     unit = size * world
     with_size = f"{given} {size} x " if given else ""
     wanted = STEPS if micro else MICRO
-    near = " or ".join(f"{n} ({wanted} {n // unit})" for n in nearest_multiples(train, unit))
+    sizes = {TRAIN: train, **({given: size} if given else {}), _name_of_ranks(checker, world): world}
     checker.report(
         "batch",
         "error",
         (TRAIN,),
         f"{train} is not a multiple of {with_size}{_ranks(checker, world)} (= {unit})",
-        f"use {TRAIN} {near}, or leave {TRAIN} out and write {wanted}",
+        f"use {ways_out(sizes, wanted)}, or leave {TRAIN} out and write {wanted}",
     )
 
 
 def _ranks(checker: Checker, world: int) -> str:
     whole = checker.target.world_size
     return f"world size {world}" if world == whole else f"{world} data-parallel ranks of {whole}"
+
+
+def _name_of_ranks(checker: Checker, world: int) -> str:
+    return "world_size" if world == checker.target.world_size else "data-parallel ranks"

@@ -7,25 +7,22 @@ from typing import Any
 from dslaunch.config.check.context import Checker
 from dslaunch.config.check.values import check_value
 from dslaunch.config.schema import VERSIONS, Key, find_key, nearest_keys, section_keys
+from dslaunch.config.schema.other_names import OTHER_NAMES
 from dslaunch.core.finding import Edit, KeyPath
 
 _COMMENTS = ("_", "//", "x-")
-# Unknown keys that a table of names cannot explain: what their writer wanted.
-_MEANT: dict[str, tuple[str, str]] = {
-    "max_grad_norm": ("gradient_clipping", "clipping is gradient_clipping at the top level"),
-    "clip_grad": ("gradient_clipping", "clipping is gradient_clipping at the top level"),
-    "lr": ("optimizer.params.lr", "the learning rate stands in optimizer.params"),
-    "learning_rate": ("optimizer.params.lr", "the learning rate stands in optimizer.params"),
-    "micro_batch_size": ("train_micro_batch_size_per_gpu", ""),
-    "batch_size": ("train_batch_size", ""),
-    "zero_stage": ("zero_optimization.stage", ""),
-    "monitor_config": ("tensorboard", "each monitor is a section of its own at the top level"),
-    "comms_config": ("comms_logger", ""),
-    "num_gpus": ("", "the launcher decides the number of ranks, not the config"),
-    "num_processes": ("", "the launcher decides the number of ranks, not the config"),
-    "cuda_visible_devices": ("", "set CUDA_VISIBLE_DEVICES in the environment, or slots in the hostfile"),
-    "log": ("log_level", ""),
+# What to say of an unknown key, where naming the key to use (schema/other_names.py) does not say it.
+_HINTS: dict[str, str] = {
+    **dict.fromkeys(("max_grad_norm", "clip_grad"), "clipping is gradient_clipping at the top level"),
+    **dict.fromkeys(("lr", "learning_rate"), "the learning rate stands in optimizer.params"),
+    "monitor_config": "each monitor is a section of its own at the top level",
+    **dict.fromkeys(
+        ("num_gpus", "num_processes"), "the launcher decides the number of ranks, not the config"
+    ),
+    "cuda_visible_devices": "set CUDA_VISIBLE_DEVICES in the environment, or slots in the hostfile",
 }
+# Other names whose value means the same under the key's own.
+_SAME_VALUE = ("max_grad_norm", "clip_grad", "grad_clip", "gradient_clip_val")
 _PRECISIONS = ("fp16", "bf16", "bfloat16")
 _SWITCHES = ("fp16", "bf16", "type", "dtype")
 _SCALE_KEYS = {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
@@ -191,9 +188,9 @@ def _guess(checker: Checker, path: KeyPath, name: str, section: str) -> tuple[st
     """The path that was surely meant (else empty), and a hint."""
     if section in ("bf16", "bfloat16") and name in _SCALE_KEYS:
         return "", "bf16 needs no loss scale; remove it (it belongs to fp16)"
-    if (not section and name in _MEANT) or name == "max_grad_norm":
-        target, why = _MEANT[name]
-        return target if name in ("max_grad_norm", "clip_grad") else "", why or f"use {target}"
+    other = OTHER_NAMES.get(name) if not section or name == "max_grad_norm" else None
+    if other is not None or (not section and name in _HINTS):
+        return other or "" if name in _SAME_VALUE else "", _HINTS.get(name) or f"use {other}"
     if section in _PRECISIONS and name in _SWITCHES:
         return "", f"{section}.enabled turns it on; remove {name}"
     if section == "tensor_parallel" and name in ("enabled", "tp_size"):

@@ -9,6 +9,7 @@ from dslaunch.config.check.keys import parse_version
 from dslaunch.config.schema import Key, find_key, section_keys
 from dslaunch.core.finding import Edit, KeyPath
 
+_CLIPS_SINCE = (0, 19, 3)  # before it, clipping that is not written is off
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _NVME_KEYS = (
     "nvme_path",
@@ -263,11 +264,13 @@ def _check_others(checker: Checker) -> None:
             'add "zero_optimization": {"stage": 2}',
         )
     if not checker.has("gradient_clipping"):
+        version = checker.target.version
+        does = "clips at 1.0" if parse_version(version) >= _CLIPS_SINCE else "does not clip"
         checker.report(
             "clipping-default",
             "info",
             (),
-            "gradient_clipping is not written: DeepSpeed 0.19.8 then clips at 1.0",
+            f"gradient_clipping is not written: DeepSpeed {version} then {does}",
             "write it, 0 for no clipping",
         )
     if isinstance(checker.get("comet", "api_key"), str):

@@ -192,6 +192,21 @@ def test_what_is_not_turned_on_is_said() -> None:
     assert the("clipping-default", text).severity == "info"
 
 
+@pytest.mark.parametrize(
+    ("version", "does"),
+    [
+        ("0.18", "does not clip"),
+        ("0.19.2", "does not clip"),
+        ("0.19.3", "clips at 1.0"),
+        ("0.19.8", "clips at 1.0"),
+    ],
+)
+def test_clipping_that_is_left_out_is_said_for_the_version(version: str, does: str) -> None:
+    text = json.dumps({key: value for key, value in GOOD.items() if key != "gradient_clipping"})
+    message = the("clipping-default", text, version=version).message
+    assert message == f"gradient_clipping is not written: DeepSpeed {version} then {does}"
+
+
 def test_torch_adam_is_right_on_a_cpu() -> None:
     config = {
         **zero(2, offload_optimizer=CPU),
