@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.option("-f", "--follow", is_flag=True, help="Go on showing what is added, until the run ends.")
 def command(run_dir: str, ranks: str | None, lines: int, follow: bool) -> None:
     """Show the last lines that ranks of the run in RUN_DIR wrote. Ranks that say the same are shown once."""
+    from dslaunch.core.topology import span
     from dslaunch.observe import rank_logs
     from dslaunch.observe.run_status import load_status
 
@@ -32,7 +33,7 @@ def command(run_dir: str, ranks: str | None, lines: int, follow: bool) -> None:
     wanted = [default] if ranks is None else None if ranks == "all" else parse_ranks(ranks)
     shown = rank_logs.find_ranks(path, wanted)
     for members, tail in rank_logs.group_tails(path, shown, lines):
-        prefix = "" if len(shown) == 1 else f"rank {rank_logs.span(members)}| "
+        prefix = "" if len(shown) == 1 else f"rank {span(members)}| "
         for line in tail:
             click.echo(prefix + line)
     if follow:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,19 @@ class Topology:
             )
             for local_rank, slot in enumerate(host.slots)
         )
+
+
+def span(ranks: Sequence[int], limit: int | None = None) -> str:
+    """``0-3, 7`` for 0, 1, 2, 3, 7; after ``limit`` such parts only how many ranks more there are."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    words = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts[:limit]]
+    more = sum(map(len, parts[len(words) :]))
+    return ", ".join(words) + (f" and {more} more" if more else "")
 
 
 def local_topology(num_ranks: int) -> Topology:

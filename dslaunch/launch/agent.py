@@ -221,6 +221,7 @@ class Agent:
         self.started = self.refused = False
         self.host_timeout_s: float = orders["host_timeout_s"] or float("inf")
         self.heard_at = self.beat_at = time.monotonic()
+        self.oom_kills_before = oom_kills()
 
     # --- what is said -------------------------------------------------------------------------
 
@@ -462,8 +463,23 @@ class Agent:
         tail = [to_text(line) for line in rank.tail.replace(b"\r", b"\n").split(b"\n") if line.strip()]
         self.send(
             "exit", rank=rank.number, pid=rank.pid, code=code, max_rss_kib=max_rss_kib,
-            asked=self.stopping, tail=tail[-TAIL_LINES:], mono=time.monotonic(),
+            asked=self.stopping, tail=tail[-TAIL_LINES:], mono=time.monotonic(), facts=self.kill_facts(code),
         )  # fmt: skip
+
+    def kill_facts(self, code: int) -> dict[str, int | None] | None:
+        """What this host knows of why a signal may have killed a rank: memory and /dev/shm."""
+        if code not in (-signal.SIGKILL, -signal.SIGBUS):
+            return None
+        before, now = self.oom_kills_before, oom_kills()
+        try:
+            shm = os.statvfs("/dev/shm")
+        except OSError:
+            shm = None
+        return {
+            "memory_limit_bytes": memory_limit(),
+            "oom_kills": None if before is None or now is None else now - before,
+            "shm_bytes": None if shm is None else shm.f_blocks * shm.f_frsize,
+        }
 
     def begin_stop(self, grace_s: float) -> None:
         """TERM to each rank itself, KILL after ``grace_s``; a later call can only shorten that.
@@ -785,6 +801,39 @@ def cpu_quota(folder: str) -> float | None:
         return int(quota) / int(period) if int(quota) > 0 else None
     except (ValueError, ZeroDivisionError):  # "max"
         return None
+
+
+def memory_limit(root: str = "/") -> int | None:
+    """Bytes that the ranks may use together: the least of the limits of our cgroups; None without one."""
+    limits = []
+    for folder in cgroups(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # cgroup v2, v1
+            text = read_text(os.path.join(folder, name)).strip()
+            if text.isdigit() and int(text) < 1 << 60:  # v1 writes a huge number for none
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def oom_kills(root: str = "/") -> int | None:
+    """How many processes of our cgroup the kernel's out-of-memory killer has ended; None: not known.
+
+    Where the cgroup has no count, that of the whole machine.
+    """
+    folders = cgroups(root, "memory")
+    files = [os.path.join(f, name) for f in folders for name in ("memory.events", "memory.oom_control")]
+    for path in (*files, os.path.join(root, "proc/vmstat")):
+        for line in read_text(path).splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+def read_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read()
+    except OSError:
+        return ""
 
 
 def cpu_model(root: str = "/") -> str:

@@ -19,13 +19,14 @@ from dslaunch.launch.link import AgentLink
 from dslaunch.launch.links import Links
 from dslaunch.launch.orders import is_elsewhere
 from dslaunch.launch.ports import lease_port
+from dslaunch.launch.progress import ProgressReader
 from dslaunch.launch.ready import check_ready
 from dslaunch.launch.screen import Screen
 from dslaunch.launch.signals import FORWARD, SignalInbox, means_kill
 from dslaunch.launch.startup import Startup, describe_lost_agent, lay_witness
 from dslaunch.launch.terminal import SafeEvents
 from dslaunch.launch.text import printable
-from dslaunch.launch.verdict import Outcome, RankEnd, describe_briefly, describe_code, list_ranks
+from dslaunch.launch.verdict import Outcome, RankEnd, describe_briefly, list_ranks
 
 _AGENT_SLACK_S = 20.0  # an agent that has been told to stop and is silent this much longer is killed
 _LEFTOVERS_SHOWN = 5
@@ -86,6 +87,7 @@ class _Launch:
         self.signals, self.events, self.screen = signals, events, screen
         self.cause = Cause()
         self.startup = Startup(plan)
+        self.progress = ProgressReader(RunDir(Path(plan.run_dir))) if own_worker else None
         self.links = Links(signals.fd, signals.drain)
         self.started_at = time.monotonic()
         self.pids: dict[int, int] = {}
@@ -206,20 +208,12 @@ class _Launch:
 
     def _on_exit(self, link: AgentLink, event: dict[str, Any]) -> None:
         link.groups.discard(event["pid"])
-        code: int = event["code"]
-        end = RankEnd(
-            rank=event["rank"],
-            host=link.host.name,
-            code=code,
-            seconds=time.monotonic() - self.started_at,
-            max_rss_bytes=event["max_rss_kib"] * 1024,
-            asked=event["asked"],
-            tail=tuple(event["tail"]),
-        )
-        self.ends[end.rank] = end
+        seconds = time.monotonic() - self.started_at
+        end = RankEnd.from_event(event, host=link.host.name, seconds=seconds)
+        self.ends[end.rank], code = end, end.code
         self.events.write_exit(end, event["pid"])
         if self.cause.revise(end):
-            self.events.write_first_failure(end, describe_code(code, own_worker=self.own_worker))
+            self.events.write_first_failure(end, own_worker=self.own_worker)
             self._say(f"rank {end.rank} on {end.host} {describe_briefly(code)} before that")
         if code == 0 or end.asked or self.cause.is_known:  # stopped by us: not what went wrong
             return
@@ -229,7 +223,7 @@ class _Launch:
             self.checkpoint_deadline = min(self.checkpoint_deadline, deadline)
             return
         self.cause.first_failure = end
-        self.events.write_first_failure(end, describe_code(code, own_worker=self.own_worker))
+        self.events.write_first_failure(end, own_worker=self.own_worker)
         if len(self.ends) < self.plan.topology.world_size:
             self._say(f"rank {end.rank} on {end.host} {describe_briefly(code)}; stopping the others")
         self._stop(self.plan.failure_grace_s)
@@ -363,6 +357,8 @@ class _Launch:
         if cause.refusal is not None:
             self.events.write("launch_end", exit_code=cause.refusal.exit_code, refused=cause.refusal.message)
             raise cause.refusal
+        if self.progress is not None:
+            self.progress.read()
         outcome = Outcome(
             ends=tuple(self.ends[rank] for rank in sorted(self.ends)),
             first_failure=cause.first_failure,
@@ -371,6 +367,7 @@ class _Launch:
             late=cause.late,
             num_ranks=self.plan.topology.world_size,
             own_worker=self.own_worker,
+            progress=None if self.progress is None else self.progress.progress,
         )
         self.events.write("launch_end", exit_code=outcome.exit_code)
         if self.events.problem:

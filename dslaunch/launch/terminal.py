@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from dslaunch.core.events import JsonlWriter
-from dslaunch.launch.verdict import RankEnd
+from dslaunch.launch.symptoms import recognise
+from dslaunch.launch.verdict import RankEnd, describe_code
 
 
 class StreamWriter:
@@ -86,11 +87,16 @@ class SafeEvents:
     def write_exit(self, end: RankEnd, pid: int) -> None:
         """``rank_exit``: how one rank ended."""
         how = {"exit_code": end.code} if end.code >= 0 else {"signal": -end.code}
+        facts = {} if end.facts is None else vars(end.facts)
         self.write(
             "rank_exit", rank=end.rank, host=end.host, pid=pid, seconds=round(end.seconds, 3),
-            max_rss_bytes=end.max_rss_bytes, asked=end.asked, **how,
+            max_rss_bytes=end.max_rss_bytes, asked=end.asked, **how, **facts,
         )  # fmt: skip
 
-    def write_first_failure(self, end: RankEnd, how: str) -> None:
+    def write_first_failure(self, end: RankEnd, *, own_worker: bool) -> None:
         """``first_failure``: the rank that failed before any other, in words, with its last lines."""
-        self.write("first_failure", rank=end.rank, host=end.host, how=how, stderr=list(end.tail))
+        self.write(
+            "first_failure", rank=end.rank, host=end.host, stderr=list(end.tail),
+            how=describe_code(end.code, own_worker=own_worker, facts=end.facts),
+            looks_like=recognise(end.tail),
+        )  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dslaunch.core.command import quote
 from dslaunch.core.errors import (
@@ -16,6 +18,9 @@ from dslaunch.core.errors import (
     EXIT_USAGE,
 )
 from dslaunch.core.run_dir import RunDir
+from dslaunch.core.topology import span
+from dslaunch.launch.progress import Progress
+from dslaunch.launch.symptoms import recognise
 
 _SIGNAL_HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer: see `dmesg`, or use less host memory",
@@ -35,8 +40,18 @@ _CODE_HINTS = {
     EXIT_DIVERGED: "training diverged",
 }
 _TAIL_SHOWN = 12
+_SPANS_SHOWN = 8
 # How a rank ends that was asked to stop and did so; with anything else it failed by itself.
 _STOPPED = {128 + signal.SIGTERM, EXIT_STOPPED_AT_CHECKPOINT}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFacts:
+    """What the host of a killed rank says; None where it does not."""
+
+    memory_limit_bytes: int | None = None  # of its cgroup
+    oom_kills: int | None = None  # since its agent started, by the kernel's out-of-memory killer
+    shm_bytes: int | None = None  # size of /dev/shm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +65,17 @@ class RankEnd:
     max_rss_bytes: int
     asked: bool  # dslaunch had asked it to stop
     tail: tuple[str, ...] = ()
+    facts: HostFacts | None = None  # where a signal killed it
+
+    @classmethod
+    def from_event(cls, event: Mapping[str, Any], *, host: str, seconds: float) -> RankEnd:
+        """From the agent's ``exit``."""
+        facts = event.get("facts")
+        return cls(
+            rank=event["rank"], host=host, code=event["code"], seconds=seconds, asked=event["asked"],
+            max_rss_bytes=event["max_rss_kib"] * 1024, tail=tuple(event["tail"]),
+            facts=None if facts is None else HostFacts(**facts),
+        )  # fmt: skip
 
     @property
     def exit_code(self) -> int:
@@ -73,6 +99,7 @@ class Outcome:
     late: tuple[int, ...] = ()  # ranks that had to be stopped after others stopped at a checkpoint
     num_ranks: int = 0  # of the plan; some may never have started
     own_worker: bool = False  # the ranks ran dslaunch's worker, whose exit codes have dslaunch's meaning
+    progress: Progress | None = None  # of dslaunch's worker, since this start
 
     @property
     def is_complete(self) -> bool:
@@ -99,8 +126,8 @@ class Outcome:
         return next((end.exit_code for end in self.ends if end.code != 0), 0)
 
 
-def describe_code(code: int, *, own_worker: bool = False) -> str:
-    """An exit code or a signal (-n) in words, e.g. ``killed by signal 9 (SIGKILL: ...)``."""
+def describe_code(code: int, *, own_worker: bool = False, facts: HostFacts | None = None) -> str:
+    """An exit code or a signal (-n) in words, e.g. ``was killed by signal 9 (SIGKILL: ...)``."""
     if code >= 0:
         known = own_worker and code in _CODE_HINTS
         return f"exited with code {code}" + (f" ({_CODE_HINTS[code]})" if known else "")
@@ -108,8 +135,25 @@ def describe_code(code: int, *, own_worker: bool = False) -> str:
         name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
         return f"was killed by signal {-code}"
-    hint = _SIGNAL_HINTS.get(signal.Signals(-code))
+    hint = _hint_of_host(-code, facts) or _SIGNAL_HINTS.get(signal.Signals(-code))
     return f"was killed by signal {-code} ({name}{': ' + hint if hint else ''})"
+
+
+def _hint_of_host(number: int, facts: HostFacts | None) -> str | None:
+    """Why a signal killed a rank, by what its host says."""
+    if facts is None:
+        return None
+    if number == signal.SIGBUS and facts.shm_bytes is not None:
+        size = f"{facts.shm_bytes / 2**30:.2f} GiB there"
+        return f"bus error, often /dev/shm ({size}) is full: in a container raise its shm size"
+    if number == signal.SIGKILL and facts.oom_kills:
+        return "the kernel's out-of-memory killer struck there: use less host memory, or ask for more"
+    if number == signal.SIGKILL and facts.oom_kills == 0:
+        return (
+            "not the kernel's out-of-memory killer, by its own count: something else sent it, such as a "
+            "scheduler or another user of this account"
+        )
+    return None
 
 
 def describe_briefly(code: int) -> str:
@@ -147,15 +191,23 @@ def render_failure(outcome: Outcome, log_path: str, *, shown: frozenset[str] | N
     assert first is not None
     lines = [
         f"dslaunch: rank {first.rank} on {first.host} failed first: "
-        f"it {describe_code(first.code, own_worker=outcome.own_worker)} {first.seconds:.1f} s after the start"
+        f"it {describe_code(first.code, own_worker=outcome.own_worker, facts=first.facts)} "
+        f"{first.seconds:.1f} s after the start"
     ]
+    if outcome.own_worker:
+        place = (
+            "none was logged" if outcome.progress is None else f"the last logged was {outcome.progress.place}"
+        )
+        lines.append(f"  steps        {place}")
     if first.code < 0:
-        lines.append(f"  peak memory  {first.max_rss_bytes / 2**30:.2f} GiB resident")
+        lines.append(f"  peak memory  {_peak_memory(first)}")
     if not first.tail:
         lines.append("  it wrote nothing to stderr")
     elif shown is not None and not shown.issuperset(first.tail):
         lines.append("  last lines of its stderr:")
         lines += [f"    | {line}" for line in first.tail[-_TAIL_SHOWN:]]
+    if (known := recognise(first.tail)) is not None:
+        lines.append(f"  looks like   {known}")
     lines.append(f"  log          {log_path}")
     others = [end for end in outcome.ends if end.rank != first.rank]
     if others:
@@ -163,6 +215,12 @@ def render_failure(outcome: Outcome, log_path: str, *, shown: frozenset[str] | N
     if first.code < 0:
         lines.append(f"  exit code    {outcome.exit_code}")
     return "\n".join(lines) + "\n"
+
+
+def _peak_memory(end: RankEnd) -> str:
+    limit = None if end.facts is None else end.facts.memory_limit_bytes
+    of = f", the limit of its cgroup is {limit / 2**30:.2f} GiB" if limit is not None else ""
+    return f"{end.max_rss_bytes / 2**30:.2f} GiB resident{of}"
 
 
 def render_stop(outcome: Outcome) -> str:
@@ -180,7 +238,7 @@ def render_stop(outcome: Outcome) -> str:
 
 
 def summarise(ends: list[RankEnd]) -> str:
-    """How many ranks ended which way, in one line; the first few ranks of each way by number."""
+    """Which ranks ended which way, in one line."""
     groups: dict[str, list[int]] = {}
     for end in ends:
         name = f"signal {-end.code}" if end.code < 0 else f"code {end.code}"
@@ -190,8 +248,6 @@ def summarise(ends: list[RankEnd]) -> str:
 
 
 def list_ranks(ranks: list[int]) -> str:
-    """``rank 3`` or ``ranks 0, 1``; of many the first eight."""
-    ranks = sorted(ranks)
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    """``rank 3`` or ``ranks 0-4, 7``; of many gaps the first few."""
+    shown = span(sorted(ranks), _SPANS_SHOWN)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.run_dir import RunDir
+from dslaunch.core.topology import span
 
 _CHUNK = 1 << 16
 _POLL_S = 0.2
@@ -26,17 +27,6 @@ def find_ranks(run_dir: Path, wanted: Sequence[int] | None = None) -> list[int]:
     if missing:
         raise ConfigError(f"rank {missing[0]} has no log in {folder}", hint=f"there are ranks {span(there)}")
     return there if wanted is None else sorted(set(wanted))
-
-
-def span(ranks: Sequence[int]) -> str:
-    """``0-3, 7`` for 0, 1, 2, 3, 7."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def last_lines(path: Path, count: int) -> list[str]:

@@ -246,11 +246,52 @@ def test_threads_are_cut_by_quotas(
     (tmp_path / "proc/self").mkdir(parents=True)
     if cgroup is not None:
         (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    write_cgroups(tmp_path, files)
+    assert agent.usable_cores(str(tmp_path)) == cores
+
+
+def write_cgroups(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
-        path = tmp_path / "sys/fs/cgroup" / name
+        path = root / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert agent.usable_cores(str(tmp_path)) == cores
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "vmstat", "limit", "kills"),
+    [
+        ("0::/a/b\n", {}, None, None, None),
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/b/memory.events": "oom 9\noom_kill 2\n"}, 5, None, 2),
+        ("0::/a/b\n", {"a/memory.max": "4096\n", "a/b/memory.max": "8192\n"}, 5, 4096, 5),
+        ("0::/\n", {"memory.max": "4096\n", "memory.events": "oom_kill 0\n"}, 5, 4096, 0),
+        (
+            V1,
+            {
+                "memory/job/memory.limit_in_bytes": "2048\n",
+                "memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+                "memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+            },
+            5,
+            2048,
+            3,
+        ),
+    ],
+)
+def test_what_the_kernel_says_of_memory(
+    tmp_path: Path,
+    cgroup: str,
+    files: dict[str, str],
+    vmstat: int | None,
+    limit: int | None,
+    kills: int | None,
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    if vmstat is not None:
+        (tmp_path / "proc/vmstat").write_text(f"nr_free_pages 1\noom_kill {vmstat}\nother 1\n")
+    write_cgroups(tmp_path, files)
+    assert agent.memory_limit(str(tmp_path)) == limit
+    assert agent.oom_kills(str(tmp_path)) == kills
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_first_failure_stops_ranks_that_do_not_communicate(launch: Launch) -> No
     assert "rank 2 on localhost failed first: it exited with code 3" in err
     assert "localhost:2| ValueError: no such thing\n" in err
     assert "ValueError" not in last_block  # it was shown when it came
-    assert "ranks 0, 1, 3 stopped by dslaunch (signal 15)" in last_block
+    assert "ranks 0-1, 3 stopped by dslaunch (signal 15)" in last_block
     assert str(launched.run_dir / "logs" / "rank-2.log") in last_block
     launched.nothing_left()
 

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dslaunch.core.run_dir import RunDir
-from dslaunch.launch.verdict import Outcome, RankEnd, describe_code, render_end, render_failure, summarise
+from dslaunch.launch.progress import Progress
+from dslaunch.launch.verdict import (
+    HostFacts,
+    Outcome,
+    RankEnd,
+    describe_code,
+    list_ranks,
+    render_end,
+    render_failure,
+    summarise,
+)
 
 
 def end(rank: int, code: int, *, asked: bool = False, tail: tuple[str, ...] = ()) -> RankEnd:
@@ -41,9 +53,62 @@ def test_the_last_block() -> None:
         "  last lines of its stderr:\n"
         + "".join(f"    | line {i}\n" for i in range(18, 30))
         + "  log          /r/logs/rank-5.log\n"
-        "  others       ranks 0, 1, 2, 3, 4, 6, 7, 8 and 11 more stopped by dslaunch (signal 15)\n"
+        "  others       ranks 0-4, 6-19 stopped by dslaunch (signal 15)\n"
         "  exit code    137\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "facts", "words"),
+    [
+        (
+            -9,
+            HostFacts(memory_limit_bytes=16 * 2**30, oom_kills=1),
+            "SIGKILL: the kernel's out-of-memory killer struck there: use less host memory, or ask for more",
+        ),
+        (-9, HostFacts(oom_kills=2), "SIGKILL: the kernel's out-of-memory killer struck there: use less"),
+        (
+            -9,
+            HostFacts(memory_limit_bytes=2**30, oom_kills=0),
+            "SIGKILL: not the kernel's out-of-memory killer",
+        ),
+        (-9, HostFacts(), "SIGKILL: often the kernel's out-of-memory killer"),
+        (-7, HostFacts(shm_bytes=64 * 2**20), "SIGBUS: bus error, often /dev/shm (0.06 GiB there) is full"),
+        (-7, HostFacts(), "SIGBUS: bus error, often /dev/shm is full"),
+        (-11, HostFacts(oom_kills=1), "SIGSEGV: a crash in native code"),
+    ],
+)
+def test_what_the_host_says_of_a_kill(code: int, facts: HostFacts, words: str) -> None:
+    assert f"({words}" in describe_code(code, facts=facts)
+
+
+def test_the_block_of_our_own_worker_says_how_far_it_was() -> None:
+    first = RankEnd(
+        rank=0, host="n1", code=-9, seconds=9.0, max_rss_bytes=2**30, asked=False,
+        facts=HostFacts(memory_limit_bytes=2**31, oom_kills=0),
+    )  # fmt: skip
+    outcome = Outcome(
+        ends=(first,), first_failure=first, own_worker=True, progress=Progress(step=12, total=100, loss=2.0)
+    )
+    block = render_failure(outcome, "/r/logs/rank-0.log").splitlines()
+    assert block[1] == "  steps        the last logged was step 12 of 100"
+    assert block[2] == "  peak memory  1.00 GiB resident, the limit of its cgroup is 2.00 GiB"
+    early = render_failure(Outcome(ends=(first,), first_failure=first, own_worker=True), "/r/logs/rank-0.log")
+    assert "  steps        none was logged\n" in early
+
+
+def test_known_words_are_put_into_one_line() -> None:
+    first = end(3, 1, tail=("[rank3]: ModuleNotFoundError: No module named 'peft'",))
+    block = render_failure(Outcome(ends=(first,), first_failure=first), "/r/logs/rank-3.log")
+    known = "the ranks' Python has no module peft; install the package that has it, on every host"
+    assert f"  looks like   {known}\n" in block
+
+
+def test_a_thousand_ranks_in_one_line() -> None:
+    ends = [end(rank, 1) for rank in range(3, 18)] + [end(20, 1)]
+    assert summarise(ends) == "ranks 3-17, 20 ended (code 1)"
+    assert list_ranks(list(range(0, 1000, 2))) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 492 more"
+    assert list_ranks([7]) == "rank 7"
 
 
 def test_ends_are_grouped() -> None:

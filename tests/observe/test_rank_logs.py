@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from dslaunch.core.errors import ConfigError
-from dslaunch.observe.rank_logs import find_ranks, follow, group_tails, last_lines, span
+from dslaunch.core.topology import span
+from dslaunch.observe.rank_logs import find_ranks, follow, group_tails, last_lines
 
 
 def write(tmp_path: Path, **texts: str) -> None:
@@ -59,18 +58,14 @@ def test_a_rank_without_a_log(tmp_path: Path) -> None:
 
 def test_following_shows_what_is_added_and_ends_with_the_run(tmp_path: Path) -> None:
     write(tmp_path, r0="old\n", r1="old\n")
-    over = threading.Event()
+    added = iter(((0, "one\ntw"), (1, "x\n"), (0, "o\n")))
 
-    def add() -> None:
-        for rank, text in ((0, "one\ntw"), (1, "x\n"), (0, "o\n")):
-            with (tmp_path / f"logs/rank-{rank}.log").open("a") as stream:
-                stream.write(text)
-            time.sleep(0.05)
-        over.set()
+    def is_over() -> bool:
+        rank, text = next(added, (0, ""))
+        with (tmp_path / f"logs/rank-{rank}.log").open("a") as stream:
+            stream.write(text)
+        return not text
 
-    thread = threading.Thread(target=add)
-    thread.start()
-    lines = list(follow(tmp_path, [0, 1], over.is_set))
-    thread.join()
+    lines = list(follow(tmp_path, [0, 1], is_over))
     assert sorted(lines) == [(0, "one"), (0, "two"), (1, "x")]
     assert [line for rank, line in lines if rank == 0] == ["one", "two"]
