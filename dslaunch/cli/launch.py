@@ -88,10 +88,18 @@ def _is_program(word: str) -> bool:
 )
 @options.run_dir_option
 @options.resume_option
+@click.option(
+    "--print-as",
+    "launcher",
+    type=click.Choice(["deepspeed", "torchrun"]),
+    help="Start nothing: print the command for another launcher, and write the files that it reads.",
+)
 @options.dry_run_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; rank 0's output on stderr.")
 @click.pass_context
-def command(ctx: click.Context, /, *, dry_run: bool, as_json: bool, **flags: object) -> int:
+def command(
+    ctx: click.Context, /, *, launcher: str | None, dry_run: bool, as_json: bool, **flags: object
+) -> int:
     """Start ranks, here or elsewhere, and stay until all have ended; the first to fail gives the exit code.
 
     \b
@@ -108,6 +116,11 @@ def command(ctx: click.Context, /, *, dry_run: bool, as_json: bool, **flags: obj
         request = dataclasses.replace(request, plan_file=os.path.join(request.run_dir, "plan.json"))
     _check_request(request, ctx)
     plan = resolve_request(request)
+    if launcher is not None:
+        from dslaunch.cli.launch_print import print_as
+
+        print_as(plan, request, launcher, dry_run=dry_run, as_json=as_json)
+        return 0
     check_ready_to_run(plan, request)
     _render(plan)  # what cannot be written must be found while there is no run directory
     _say_what_it_takes(plan)

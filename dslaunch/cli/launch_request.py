@@ -81,13 +81,19 @@ def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest) -> None:
     """
     from dslaunch.cli.host_check import check_host_memory
     from dslaunch.core.plan import RunPlan
-    from dslaunch.launch.claim import check_run_dir, check_writable
     from dslaunch.launch.ready import check_ready, check_recorded_paths
 
     check_ready(plan.launch)
     if isinstance(plan, RunPlan):
         check_recorded_paths(plan)
         check_host_memory(plan)
+    check_run_dir_of(plan, request)
+
+
+def check_run_dir_of(plan: RecordedPlan, request: LaunchRequest) -> None:
+    """Whether the plan's run directory may be used. Writes nothing; raises as :func:`claim_run_dir` would."""
+    from dslaunch.launch.claim import check_run_dir, check_writable
+
     run_dir = Path(plan.launch.run_dir)
     if request.resume or names_run_dir(plan, request):
         check_run_dir(run_dir, resume=request.resume)

@@ -1,6 +1,6 @@
 """The run directory: every file that a run needs or leaves, named once.
 
-plan.json ds_config.json hostfile launch.sh
+plan.json ds_config.json hostfile launch.sh  deepspeed-hostfile deepspeed-env
 logs/rank-N.log  metrics.jsonl  events.jsonl  tensorboard/  checkpoints/step-N/  checkpoints/latest
 """
 
@@ -32,6 +32,15 @@ class RunDir:
     @property
     def hostfile(self) -> Path:
         return self.path / "hostfile"
+
+    @property
+    def deepspeed_hostfile(self) -> Path:
+        """For the ``deepspeed`` command, as is the next: ``launch --print-as deepspeed`` writes them."""
+        return self.path / "deepspeed-hostfile"
+
+    @property
+    def deepspeed_env(self) -> Path:
+        return self.path / "deepspeed-env"
 
     @property
     def launch_script(self) -> Path:

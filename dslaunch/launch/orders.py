@@ -79,7 +79,7 @@ def build_orders(
     ``leased_port``: the master port, where this machine is host 0 and has it reserved.
     """
     host = plan.topology.hosts[node_rank]
-    env = _common_env(plan, environ)
+    env = common_env(plan, environ)
     if elsewhere:
         env = {**forwarded(environ), **env}
     return {
@@ -123,7 +123,8 @@ def encode_orders(orders: Mapping[str, Any]) -> bytes:
     return json.dumps(orders).encode("ascii") + b"\n"
 
 
-def _common_env(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
+def common_env(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
+    """What is set alike for all ranks, besides their places and secrets."""
     env = {"PYTHONNOUSERSITE": "1", "PYTHONUNBUFFERED": "1", "DSLAUNCH_RUN_DIR": plan.run_dir}
     # Also for GPUs, also over one that is set: DeepSpeed without it falls back to the CPU in silence.
     env["DS_ACCELERATOR"] = plan.device_type

@@ -59,11 +59,12 @@ def move_plan(plan: RecordedPlan, run_dir: Path) -> RecordedPlan:
 
 @dataclass(frozen=True)
 class RunFile:
-    """A file of a run directory that is still to be written."""
+    """A file of a run directory that is still to be written. ``is_private``: nobody else may read it."""
 
     path: Path
     text: str
     is_program: bool = False
+    is_private: bool = False
 
 
 def render_run_files(plan: RecordedPlan, launch_script: str) -> tuple[RunFile, ...]:
@@ -87,7 +88,7 @@ def _json_text(value: Mapping[str, Any]) -> str:
 def write_run_files(files: Iterable[RunFile]) -> None:
     """Write what :func:`render_run_files` gave, each file whole. Raises OSError."""
     for file in files:
-        mode = 0o777 & ~atomic.umask() if file.is_program else None
+        mode = 0o600 if file.is_private else 0o777 & ~atomic.umask() if file.is_program else None
         atomic.write_text(file.path, file.text, mode=mode)
 
 

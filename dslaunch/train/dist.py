@@ -20,6 +20,7 @@ import torch
 
 from dslaunch.core.errors import EXIT_HOST_LOST, ConfigError, EnvironmentNotReady, LaunchFailed, one_line
 from dslaunch.core.verbosity import VERBOSE, verbosity
+from dslaunch.train.interface import choose_interface
 
 DEFAULT_TIMEOUT_S = 1800.0
 _timeout_s = DEFAULT_TIMEOUT_S  # of the process group that this process has joined
@@ -91,6 +92,7 @@ def init_world(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
     global _timeout_s
     _timeout_s = timeout_s
     rank, world_size, local_rank = read_rank_environment()
+    choose_interface()
     tell_deepspeed_the_local_size()
     from dslaunch.train.jit_ops import prepare_communication
 

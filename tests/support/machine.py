@@ -36,6 +36,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "root": (lambda: os.geteuid() == 0, "needs root (network namespaces)"),
     "sshd": (lambda: _has_program("sshd", "ssh", "ip"), "needs sshd, ssh and ip (openssh-server, iproute2)"),
     "namespaces": (_can_make_namespaces, "needs the right to make network namespaces"),
+    "pdsh": (lambda: _has_program("pdsh"), "needs pdsh, by which the deepspeed command reaches hosts"),
     "slurm": (
         lambda: _has_program("slurmctld", "slurmd", "sbatch"),
         "needs Slurm (slurmctld, slurmd, sbatch)",
