@@ -77,9 +77,7 @@ def print_for_deepspeed(plan: LaunchPlan, environ: Mapping[str, str]) -> Printed
             f"{name} is not written down: add a line {name}=... to {run_dir.deepspeed_env}"
             for name in _secrets(plan, environ)
         ]
-        words = words._replace(
-            target=_quoted(words.target), arguments=tuple(map(_for_pdsh, words.arguments))
-        )
+        words = words._replace(target=_quoted(words.target), arguments=tuple(map(_for_pdsh, words.arguments)))
         env = {"DS_ENV_FILE": str(run_dir.deepspeed_env)}
     kind = {"module": ["--module"], "program": ["--no_python"], "script": []}[words.kind]
     argv = (words.launcher, *flags, *kind, words.target, *words.arguments)
@@ -196,7 +194,7 @@ def _quoted(word: str) -> str:
 
 
 def _for_pdsh(word: str) -> str:
-    """An argument of the script. DeepSpeed puts one with a space into double quotes, and escapes only those."""
+    """An argument of the script. One with a space DeepSpeed puts into double quotes; it escapes only those."""
     if " " not in word:
         return _quoted(word)
     return re.sub(r"([\\$`])", r"\\\1", word).replace("%", "%%")

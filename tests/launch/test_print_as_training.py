@@ -21,8 +21,9 @@ pytestmark = pytest.mark.needs("root", "sshd", "namespaces", "pdsh")
 
 TIMEOUT_S = 240.0
 HOSTILE = [
-    "a b", '{"k": "v w"}', "it's", '72" tall', "--p=x y", "", "two\nlines", "two\nlines more", "$HOME", "$HOME `id`",
-    "*", "100%n", "100% %h", "-x", "a\\", "a \\b\\", ";", "tab\there", "ünïcode", "#", "~", "!x", "&& id",
+    "a b", '{"k": "v w"}', "it's", '72" tall', "--p=x y", "", "two\nlines", "two\nlines more", "$HOME",
+    "$HOME `id`", "*", "100%n", "100% %h", "-x", "a\\", "a \\b\\", ";", "tab\there", "ünïcode", "#",
+    "~", "!x", "&& id",
 ]  # fmt: skip
 SHOW = """\
 import json, os, sys
@@ -71,6 +72,19 @@ def test_argv_and_environment_arrive_byte_for_byte_under_deepspeed(bed: Testbed,
         }  # fmt: skip
 
 
+def test_they_arrive_under_torchrun_on_unequal_hosts(bed: Testbed, here: Path) -> None:
+    Path("show.py").write_text(SHOW)
+    Path("hosts").write_text("node1 slots=2\nnode2 slots=1\n")
+    lines = printed(bed, "--gpu", "cpu", "--print-as", "torchrun", "--run-dir", "r", "--env", "A=$HOME %n",
+                    "--", sys.executable, "show.py", *HOSTILE).splitlines()  # fmt: skip
+    type_on_each(bed, lines)
+    told = [json.loads(Path(f"told-{rank}").read_text()) for rank in range(3)]
+    assert [(one["RANK"], one["WORLD_SIZE"], one["LOCAL_RANK"], one["A"]) for one in told] == [
+        (rank, "3", local_rank, "$HOME %n") for rank, local_rank in (("0", "0"), ("1", "1"), ("2", "0"))
+    ]
+    assert all(one["argv"] == HOSTILE for one in told)
+
+
 def test_our_worker_trains_the_same_under_all_three(bed: Testbed, here: Path, ops_dir: Path) -> None:
     make_tiny_model_dir(here / "model")
     write_questions(here / "train.jsonl", 16)
@@ -80,6 +94,13 @@ def test_our_worker_trains_the_same_under_all_three(bed: Testbed, here: Path, op
     assert " --module dslaunch.train.worker --plan " in line
     on_hub(bed, "bash", "-c", line)
     lines = printed(bed, "run.yaml", "--run-dir", "torchrun", "--print-as", "torchrun").splitlines()
+    type_on_each(bed, lines)
+    assert len(losses("ours")) == 2
+    assert losses("ours") == losses("deepspeed") == losses("torchrun")
+    assert [bed.programs(name) for name in bed.names] == [[], []]
+
+
+def type_on_each(bed: Testbed, lines: list[str]) -> None:
     running = [
         subprocess.Popen([*bed.hub(), "ssh", name, f"{exported()} {line}"], stderr=subprocess.PIPE, text=True)
         for name, line in zip(bed.names, lines, strict=True)
@@ -87,9 +108,6 @@ def test_our_worker_trains_the_same_under_all_three(bed: Testbed, here: Path, op
     for process in running:
         _, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, err[-3000:]
-    assert len(losses("ours")) == 2
-    assert losses("ours") == losses("deepspeed") == losses("torchrun")
-    assert [bed.programs(name) for name in bed.names] == [[], []]
 
 
 def exported() -> str:
