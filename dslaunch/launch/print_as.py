@@ -194,7 +194,7 @@ def _quoted(word: str) -> str:
 
 
 def _for_pdsh(word: str) -> str:
-    """An argument of the script. One with a space gets double quotes by DeepSpeed, which escapes only those."""
+    """An argument of the script. One with a space gets double quotes by DeepSpeed, and only those escaped."""
     if " " not in word:
         return _quoted(word)
     return re.sub(r"([\\$`])", r"\\\1", word).replace("%", "%%")

@@ -23,7 +23,7 @@ TIMEOUT_S = 240.0
 HOSTILE = [
     "a b", '{"k": "v w"}', "it's", '72" tall', "--p=x y", "", "two\nlines", "two\nlines more", "$HOME",
     "$HOME `id`", "*", "100%n", "100% %h", "-x", "a\\", "a \\b\\", ";", "tab\there", "ünïcode", "#",
-    "~", "!x", "&& id",
+    "~", "!x", "&& id", "--", "-", "--local_rank=7", "\udcff\udcfe",
 ]  # fmt: skip
 SHOW = """\
 import json, os, sys
@@ -48,7 +48,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def on_hub(bed: Testbed, *words: str) -> str:
     done = subprocess.run(
-        [*bed.hub(), *words], capture_output=True, text=True, env=os.environ, timeout=TIMEOUT_S, check=False
+        [*bed.hub(), *words],
+        capture_output=True,
+        encoding="utf-8",
+        errors="surrogateescape",
+        env=os.environ,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
