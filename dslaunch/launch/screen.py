@@ -1,47 +1,73 @@
-"""What the user sees of a launch: rank 0's output as it is, error lines of the others, our own words."""
+"""What the user sees of a launch: rank 0's output, error lines of the others, our own words."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from dslaunch.core.run_dir import RunDir
+from dslaunch.launch.folding import NEVER, BarFilter, LineFolder
 from dslaunch.launch.terminal import StreamWriter
 from dslaunch.launch.verdict import Outcome, render_end
 
+_REMEMBERED = 100  # lines of a rank's stderr: more than its last words have
+
 
 class Screen:
-    """stdout and stderr of a launch, written in threads that may be held up."""
+    """stdout and stderr of a launch, written in threads that may be held up.
+
+    ``deadline`` is when :meth:`tick` is due (monotonic time).
+    """
 
     def __init__(self, out: BinaryIO, err: BinaryIO, run_dir: str) -> None:
         self._out, self._err = StreamWriter(out), StreamWriter(err)
         self._run_dir = RunDir(Path(run_dir))
-        self._shown: dict[int, set[str]] = {}  # by rank: lines of stderr that the user has seen
+        self._shown: dict[int, deque[str]] = {}  # by rank: lines of stderr that the user has seen
+        self._folder = LineFolder(self._err.write)
+        self._bars = None if err.isatty() else BarFilter()
+
+    @property
+    def deadline(self) -> float:
+        return min(self._folder.deadline, NEVER if self._bars is None else self._bars.deadline)
+
+    def tick(self, now: float = NEVER) -> None:
+        """Show what has waited long enough by ``now``."""
+        self._folder.flush(now)
+        if self._bars is not None and (text := self._bars.tick(now)):
+            self._err.write(text)
 
     def say(self, text: str) -> None:
         """A line of our own on stderr."""
+        self._folder.flush()
         self._err.write(f"dslaunch: {text}\n".encode("utf-8", "surrogateescape"))
 
     def show_output(self, event: dict[str, Any], on_written: Callable[[int], None]) -> None:
         """Bytes of rank 0, to the stream that they were written to; ``on_written`` gets their number."""
         data = event["data"].encode("utf-8", "surrogateescape")
+        size = len(data)
         writer = self._out if event["stream"] == "stdout" else self._err
-        writer.write(data, lambda: on_written(len(data)))
+        if writer is self._err and self._bars is not None:
+            data = self._bars.feed(data, time.monotonic())
+        writer.write(data, lambda: on_written(size))
 
     def show_error_line(
         self, host: str, event: dict[str, Any], on_written: Callable[[int], None], *, hidden: bool
     ) -> None:
         """A line of another rank's stderr that looks like an error. ``hidden``: it is only counted."""
-        text = b""
-        if not hidden:
-            line = event["data"].encode("utf-8", "surrogateescape")
-            text = f"{host}:{event['rank']}| ".encode() + line + b"\n"
-            self._shown.setdefault(event["rank"], set()).add(event["data"])
-        self._err.write(text, lambda: on_written(event["bytes"]))
+        rank, size = event["rank"], event["bytes"]
+        if hidden:
+            self._err.write(b"", lambda: on_written(size))
+            return
+        line = event["data"].encode("utf-8", "surrogateescape")
+        self._shown.setdefault(rank, deque(maxlen=_REMEMBERED)).append(event["data"])
+        self._folder.add(host, rank, line, lambda: on_written(size), time.monotonic())
 
     def show_end(self, outcome: Outcome) -> None:
         """The last block on stderr."""
+        self.tick()
         first = -1 if outcome.first_failure is None else outcome.first_failure.rank
         # Of rank 0 all was shown as it came, of the others single lines.
         shown = None if first == 0 else frozenset(self._shown.get(first, ()))
@@ -50,6 +76,7 @@ class Screen:
 
     def close(self, give_up: Callable[[], bool]) -> None:
         """Wait until all is written, or ``give_up()`` turns true."""
+        self.tick()
         self._out.close(give_up)
         if self._out.problem is not None:
             log = self._run_dir.rank_log(0)

@@ -137,7 +137,7 @@ class _Launch:
     def serve(self) -> None:
         while self.links.opened:
             deadlines = (self.checkpoint_deadline, self.kill_agents_at, self.startup.deadline, self.next_beat)
-            self.links.wait(min(deadlines))
+            self.links.wait(min(*deadlines, self.screen.deadline))
             self._handle_signals()
             self._check_deadlines()
 
@@ -320,6 +320,7 @@ class _Launch:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
+        self.screen.tick(now)
         if now >= self.startup.deadline:
             for link in self.startup.note_silent():
                 link.kill()

@@ -34,7 +34,7 @@ def test_cancelled(launch: Launch, tmp_path: Path, number: int, expected: int) -
     launched.process.send_signal(number)
     code, _, err = launched.wait()
     assert code == expected
-    assert "cancelled: ranks 0, 1 stopped by dslaunch (signal 15)" in err
+    assert "cancelled: ranks 0-1 stopped by dslaunch (signal 15)" in err
     assert "failed first" not in err
     assert launched.alive() == []
     assert [event["signal"] for event in launched.events("launcher_signal")] == [signal.Signals(number).name]

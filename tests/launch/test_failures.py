@@ -227,6 +227,20 @@ def test_errors_of_other_ranks_are_shown_with_their_rank(launch: Launch) -> None
     assert "localhost:0|" not in err
 
 
+def test_ranks_that_say_the_same_are_shown_once(launch: Launch) -> None:
+    code = (
+        "if rank: print(f'[rank{rank}]: ERROR disk on fire', file=sys.stderr)\n"
+        "else: print('\\r 50%|\\r100%|\\ndone', file=sys.stderr)\n"
+        "time.sleep(1)"
+    )
+    _, _, err = launch(python(code), num_ranks=6).wait()
+    assert "localhost:1-5| [rank" in err
+    assert err.count("disk on fire") == 1
+    assert "\n100%|\ndone\n" in err  # no terminal: a bar's last state
+    assert "\r" not in err
+    assert "50%" not in err
+
+
 def test_a_program_that_is_not_there(launch: Launch) -> None:
     launched = launch(["no-such-program-here"])
     code, _, err = launched.wait()
