@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,9 @@ from dslaunch.core.errors import EXIT_NO, EXIT_OK, EXIT_USAGE
 if TYPE_CHECKING:
     from dslaunch.config.check import Target
     from dslaunch.config.check.files import CheckedFile
+    from dslaunch.config.facts import Facts
+    from dslaunch.config.load import LoadedSpec
+    from dslaunch.config.memory.tensors import ModelFacts
 
 SCHEMA_VERSION = 1
 
@@ -148,7 +151,15 @@ def _check(path: str, target: Target) -> CheckedFile:
     from dslaunch.config.check.files import check_file
 
     data = read_bytes(path)
-    return check_file("<stdin>" if path == "-" else path, data, target) if isinstance(data, bytes) else data
+    if not isinstance(data, bytes):
+        return data
+    return check_file("<stdin>" if path == "-" else path, data, target, _load_model)
+
+
+def _load_model(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:
+    from dslaunch.cli.plan_memory import model_facts
+
+    return model_facts(loaded, facts)
 
 
 def _print(file: CheckedFile, err: bool) -> None:

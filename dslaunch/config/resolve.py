@@ -263,7 +263,7 @@ def _adapter(spec: AdapterSpec | None, report: Report) -> AdapterPlan | None:
     if spec is None:
         report.reason("adapter", "no adapter section: the whole model is trained", "default")
         return None
-    values = spec.model_dump()
+    values = dict(spec)
     values["lora_alpha"] = float(spec.lora_alpha)
     return AdapterPlan(**values)
 

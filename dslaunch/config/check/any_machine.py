@@ -16,15 +16,18 @@ from dslaunch.config.report import Problem, Report
 from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import ClusterSpec
 from dslaunch.config.zero import OFFLOADS, offload_device
-from dslaunch.core.devices import Inventory
+from dslaunch.core.devices import CPU_NAME, Device, Inventory
 from dslaunch.core.topology import Host, Topology
 
 _WHY = "as the file says"
 
 
+Variant = tuple[LoadedSpec[RunSpec], ResolvedHosts]
+
+
 @dataclass(frozen=True)
 class AnyMachine:
-    """``facts`` and ``hosts`` to resolve a run file for, and the ``variants`` of it that may come true.
+    """``facts`` to resolve a run file with, and the ``variants`` of it and its hosts that may come true.
 
     What is wrong in all variants is wrong on any machine. ``problems``: what the file says wrongly
     of hosts and devices. ``world_known`` and ``devices_known``: they are not left to the machine
@@ -32,14 +35,10 @@ class AnyMachine:
     """
 
     facts: Facts
-    hosts: ResolvedHosts
-    variants: tuple[LoadedSpec[RunSpec], ...]
+    variants: tuple[Variant, ...]
     problems: list[Problem]
     world_known: bool
-
-    @property
-    def devices_known(self) -> bool:
-        return self.hosts.groups is not None
+    devices_known: bool
 
 
 def assume_machine(loaded: LoadedSpec[RunSpec], facts: Facts, target: Target) -> AnyMachine:
@@ -61,10 +60,17 @@ def assume_machine(loaded: LoadedSpec[RunSpec], facts: Facts, target: Target) ->
     if groups is not None:
         with report.catching("cluster.gpu"):
             hosts = hosts_with_devices(hosts.topology.hosts, _WHY, groups)
-    if hosts.device_type == "cpu":  # it is not said which, so not what it computes in
-        hosts = dataclasses.replace(hosts, groups=None)
-    known = said or target.world_size is not None
-    return AnyMachine(bare, hosts, _find_variants(loaded, hosts), report.problems, known)
+    devices_known = hosts.groups is not None and hosts.device_type != "cpu"
+    on_gpus = facts.hosts is not None or (cluster.num_nodes or 1) > 1  # unless they are said to be CPUs
+    kinds = [hosts] if on_gpus or groups is not None else [hosts, _on_cpu(hosts)]
+    kinds = [_on_cpu(kind) if kind.device_type == "cpu" else kind for kind in kinds]
+    return AnyMachine(
+        facts=bare,
+        variants=tuple((variant, kind) for kind in kinds for variant in _find_variants(loaded, kind)),
+        problems=report.problems,
+        world_known=said or target.world_size is not None,
+        devices_known=devices_known,
+    )
 
 
 def _find_groups(
@@ -104,6 +110,12 @@ def _nothing_known() -> ResolvedHosts:
     return ResolvedHosts(_ranks(1), _WHY, None, "cuda", _WHY)
 
 
+def _on_cpu(hosts: ResolvedHosts) -> ResolvedHosts:
+    """The same with CPUs. Which ones is not known, so nothing is said against what they compute in."""
+    able = Device(CPU_NAME, "", fp16="yes", bf16="yes")
+    return dataclasses.replace(hosts, device_type="cpu", groups=(DeviceGroup(able),))
+
+
 def _ranks(count: int) -> Topology:
     return Topology(hosts=(Host(name="localhost", slots=tuple(map(str, range(count)))),))
 
@@ -127,8 +139,9 @@ def _find_variants(loaded: LoadedSpec[RunSpec], hosts: ResolvedHosts) -> tuple[L
     zero = loaded.spec.zero_optimization
     offloads = {name: None for name in OFFLOADS if offload_device(zero, name) == "auto"}
     stages: tuple[Any, ...] = (1, 3) if zero.stage == "auto" else (zero.stage,)
-    open_ = loaded.spec.precision == "auto" and hosts.groups is None
-    precisions = ("bf16", "fp16", "fp32") if open_ else (loaded.spec.precision,)
+    precisions: tuple[str, ...] = (loaded.spec.precision,)
+    if precisions == ("auto",) and (hosts.groups is None or hosts.device_type == "cpu"):
+        precisions = ("bf16", "fp32") if hosts.device_type == "cpu" else ("bf16", "fp16", "fp32")
     return tuple(
         _with(
             loaded,

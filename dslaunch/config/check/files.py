@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dslaunch.config.check import Target, check_config, looks_like_deepspeed
 from dslaunch.core.finding import Finding
+
+if TYPE_CHECKING:
+    from dslaunch.config.check.run_files import LoadModel
 
 Kind = Literal["deepspeed-config", "run-file", "hostfile", "batch-script", "unknown"]
 
@@ -35,8 +38,11 @@ class CheckedFile:
         return {"path": self.path, "kind": self.kind, "findings": found}
 
 
-def check_file(path: str, data: bytes, target: Target) -> CheckedFile:
-    """Check the content of a file (``path`` names it and hints at its kind). Raises nothing for it."""
+def check_file(path: str, data: bytes, target: Target, load_model: LoadModel | None = None) -> CheckedFile:
+    """Check the content of a file (``path`` names it and hints at its kind). Raises nothing for it.
+
+    ``load_model``: see :func:`dslaunch.config.check.run_files.check_run_file`.
+    """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -51,7 +57,7 @@ def check_file(path: str, data: bytes, target: Target) -> CheckedFile:
     if kind == "run-file":
         from dslaunch.config.check.run_files import check_run_file
 
-        return CheckedFile(path, kind, check_run_file(path, text, target))
+        return CheckedFile(path, kind, check_run_file(path, text, target, load_model))
     if kind == "batch-script":
         return CheckedFile(path, kind, _check_script(text, target))
     checked = check_config(text, target)

@@ -8,8 +8,10 @@ for this machine as well, and what is wrong only here is advice.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dslaunch.config.check.any_machine import AnyMachine, assume_machine
 from dslaunch.config.check.places import finding_of, finding_of_note
@@ -22,15 +24,27 @@ from dslaunch.config.report import Problem, Report, Risk
 from dslaunch.config.resolve import resolve_into
 from dslaunch.config.spec import RunSpec
 from dslaunch.config.zero import auto_keys
+from dslaunch.config.zero_auto import settle_zero
 from dslaunch.core.batch_size import ACCUMULATION, MICRO, TRAIN, WORLD
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.finding import Finding
 
+if TYPE_CHECKING:
+    from dslaunch.config.memory.tensors import ModelFacts
+
+    LoadModel = Callable[[LoadedSpec[RunSpec], Facts], ModelFacts]
+
 _SIZES = (TRAIN, MICRO, ACCUMULATION)
 
 
-def check_run_file(path: str, text: str, target: Target) -> tuple[Finding, ...]:
-    """All findings about the run file ``text``, in file order. ``path`` is its name, or ``<stdin>``."""
+def check_run_file(
+    path: str, text: str, target: Target, load_model: LoadModel | None = None
+) -> tuple[Finding, ...]:
+    """All findings about the run file ``text``, in file order. ``path`` is its name, or ``<stdin>``.
+
+    ``load_model`` gives the parameters of the model, for a memory plan, or raises ConfigError where
+    they are not on this machine; without it no ``auto`` of zero_optimization is looked at.
+    """
     here = Path.cwd()
     base = here if path == "<stdin>" else Path(path).resolve().parent
     try:
@@ -41,7 +55,7 @@ def check_run_file(path: str, text: str, target: Target) -> tuple[Finding, ...]:
         return (finding_of(error, "run-file", path),)
     facts = probe_facts(loaded, cwd=here, environ=os.environ)
     raw = _check_overrides(loaded, target)
-    planned = _check_plan(path, loaded, facts, target, raw)
+    planned = _check_plan(path, loaded, facts, target, raw, load_model)
     wrong = {finding.key for finding in planned if finding.severity == "error"}
     # What the raw keys' own rules say of a key is more exact; gen-config refuses their warnings, too.
     raw = [replace(finding, severity="error") if finding.key in wrong else finding for finding in raw]
@@ -52,7 +66,12 @@ def check_run_file(path: str, text: str, target: Target) -> tuple[Finding, ...]:
 
 
 def _check_plan(
-    path: str, loaded: LoadedSpec[RunSpec], facts: Facts, target: Target, known: list[Finding]
+    path: str,
+    loaded: LoadedSpec[RunSpec],
+    facts: Facts,
+    target: Target,
+    known: list[Finding],
+    load_model: LoadModel | None,
 ) -> list[Finding]:
     """What resolving finds, without the keys of which something is ``known`` already."""
     machine = assume_machine(loaded, facts, target)
@@ -68,9 +87,9 @@ def _check_plan(
     for risk in risks:
         text = risk.text.removeprefix(loaded.where(risk.key))
         found.append(Finding("risk", "warning", risk.key, text, loaded.line(risk.key) or None))
-    if keys := auto_keys(loaded.spec.zero_optimization):
-        note = f"{keys[0]} auto is decided by the memory plan: `dslaunch plan` makes and shows it"
-        found.append(Finding("not-checked", "info", keys[0], note, loaded.line(keys[0]) or None))
+    if auto_keys(loaded.spec.zero_optimization):
+        if not certain and not machine.problems:
+            found += _check_memory(path, loaded, facts, machine, target, load_model)
     elif target.world_size is None and not (machine.world_known and machine.devices_known):
         found += _check_here(path, loaded, facts, {finding.key for finding in (*known, *found)})
     return found
@@ -79,16 +98,47 @@ def _check_plan(
 def _find_certain(machine: AnyMachine) -> tuple[list[Problem], list[Risk]]:
     """What is wrong, and what is risky, in all variants; no more of them are resolved than that takes."""
     first, *others = machine.variants
-    report = _resolve(first, machine.facts, machine.hosts)
+    report = _resolve(first[0], machine.facts, first[1])
     problems, risks = report.problems, report.risks
     for variant in others:
         if not problems and not risks:
             break
-        report = _resolve(variant, machine.facts, machine.hosts)
+        report = _resolve(variant[0], machine.facts, variant[1])
         keys = {problem.key for problem in report.problems}
         problems = [problem for problem in problems if problem.key in keys]
         risks = [risk for risk in risks if risk in report.risks]
     return problems, risks
+
+
+def _check_memory(
+    path: str,
+    loaded: LoadedSpec[RunSpec],
+    facts: Facts,
+    machine: AnyMachine,
+    target: Target,
+    load_model: LoadModel | None,
+) -> list[Finding]:
+    """What the memory plan makes of an ``auto``, where the file itself says hosts and devices."""
+    key = auto_keys(loaded.spec.zero_optimization)[0]
+    line = loaded.line(key) or None
+    asked = target.world_size is not None or target.devices is not None
+    if asked or load_model is None or not (machine.world_known and machine.devices_known):
+        note = f"{key} auto is decided by the memory plan: `dslaunch plan` makes and shows it"
+        return [Finding("not-checked", "info", key, note, line)]
+    try:
+        model = load_model(loaded, facts)
+    except ConfigError as error:
+        message = error.message.removeprefix(loaded.where("model.path")).removeprefix(loaded.where(key))
+        return [Finding("not-checked", "info", key, message, line, None, error.hint)]
+    try:
+        settled = settle_zero(loaded, facts, model)
+    except ConfigError as error:
+        message = error.message.removeprefix(loaded.where(key))
+        return [Finding("run-file", "error", key, message, line, None, error.hint)]
+    report = _resolve(settled, facts, None)
+    chosen = [Finding("note", "info", key, reason, line) for reason in settled.settled.values()]
+    found = [_finding(path, problem, settled) for problem in report.problems]
+    return chosen + [finding for finding in found if not _is_missing(finding.key, facts)]
 
 
 def _check_here(path: str, loaded: LoadedSpec[RunSpec], facts: Facts, said: set[str]) -> list[Finding]:

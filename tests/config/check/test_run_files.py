@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from dslaunch.cli.main import main
+from dslaunch.cli.options import load_and_resolve
 from dslaunch.config.check import Target
 from dslaunch.config.check.files import check_file
 from dslaunch.config.facts import probe_facts
@@ -15,6 +22,7 @@ from dslaunch.config.resolve import resolve
 from dslaunch.core.devices import lookup_device
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.finding import Finding
+from tests.config.test_gen_config_property import random_run_file
 
 MODEL = "model: org/model\n"
 DATA = "data: {train: org/data}\n"
@@ -49,14 +57,17 @@ def said(findings: list[Finding]) -> list[tuple[str, str, int | None]]:
     return [(finding.severity, finding.key, finding.line) for finding in findings]
 
 
-def refused(folder: Path, text: str) -> list[tuple[str, str | None]]:
+def refused(folder: Path, text: str, *, may_pass: bool = False) -> list[tuple[str, str | None]]:
     """What plan and launch refuse, with the place, and the hints."""
     (folder / "run.yaml").write_text(text)
     loaded = load_run_file(Path("project/run.yaml"))
     facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
-    with pytest.raises(ConfigError) as caught:
+    try:
         resolve(loaded, facts=facts, run_dir=Path("/r"), cwd=Path.cwd(), python="python", default_name="run")
-    found = caught.value.problems if isinstance(caught.value, ConfigErrors) else [caught.value]
+        assert may_pass
+        return []
+    except ConfigError as error:
+        found = error.problems if isinstance(error, ConfigErrors) else [error]
     return [(problem.message, problem.hint) for problem in found]
 
 
@@ -187,8 +198,100 @@ class TestAnotherMachine:
 
     def test_a_stage_that_the_memory_plan_chooses(self, folder: Path) -> None:
         zero = "zero_optimization:\n  stage: auto\n  sub_group_size: 1000000\n"
+        assert said(check(folder, f"{MODEL}{DATA}{BATCH}{NODES}{zero}")) == [
+            ("info", "zero_optimization.stage", 6)
+        ]
         found = check(folder, f"{MODEL}{DATA}{BATCH}{NODES}{zero}max_steps: 1\nnum_train_epochs: 1\n")
-        assert said(found) == [("info", "zero_optimization.stage", 6), ("error", "max_steps", 8)]
+        assert said(found) == [("error", "max_steps", 8)]
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "vocab_size": 32000,
+    "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+class TestMemoryPlan:
+    """From the command line, which finds the model."""
+
+    def run(self, folder: Path, capsys: pytest.CaptureFixture[str], model: str, gpus: str) -> tuple[int, str]:
+        (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
+        text = f"model: {model}\n{DATA}{BATCH}zero_optimization:\n  stage: auto\ncluster: {gpus}\n"
+        (folder / "run.yaml").write_text(text)
+        return main(["check", "project/run.yaml"]), capsys.readouterr().out
+
+    def test_the_stage_that_fits(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        gpus = "{num_nodes: 1, num_gpus_per_node: 8, gpu: a100-80g}"
+        code, out = self.run(folder, capsys, "./model", gpus)
+        assert code == 0
+        assert out.startswith("project/run.yaml:5: info: stage ")
+
+    def test_nothing_fits(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        gpus = "{num_nodes: 1, num_gpus_per_node: 1, gpu: t4}"
+        code, out = self.run(folder, capsys, "./model", gpus)
+        assert code == 1
+        assert "project/run.yaml:5: error: zero_optimization.stage auto: nothing fits" in out
+        with pytest.raises(ConfigError) as caught:
+            load_and_resolve("project/run.yaml")
+        assert f"hint: {caught.value.hint}\n" in out
+
+    @pytest.mark.parametrize(
+        ("model", "gpus"),
+        [
+            ("org/model", "{num_nodes: 1, num_gpus_per_node: 8, gpu: a100-80g}"),
+            ("./model", "{gpu: a100-80g}"),
+        ],
+    )
+    def test_what_is_not_known(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], model: str, gpus: str
+    ) -> None:
+        code, out = self.run(folder, capsys, model, gpus)
+        assert (code, out.count("[not-checked]")) == (0, 1)
+
+
+def spoil(rng: random.Random, spec: dict[str, Any]) -> dict[str, Any]:
+    """A few mistakes in a run file of keys that are valid each."""
+    mistakes: list[dict[str, Any]] = [
+        {"train_batch_size": 7},
+        {"max_steps": 3, "num_train_epochs": 1},
+        {"fp16": {"min_loss_scale": 10**9}},
+        {"output": {"eval_steps": 3}},
+        {"model": {"path": "org/model", "attn_implementation": "flash_attention_2"}},
+        {"data": {"train": "x.csv"}},
+        {"scheduler": {"type": "linear", "warmup_steps": 1, "warmup_ratio": 0.1}},
+        {"zero_optimization": {"stage": rng.randrange(4), "sub_group_size": 1000, "reduce_scatter": True}},
+        *({"deepspeed": raw} for raw in ({"scheduler": {"type": "WarmupLR"}}, {"bf16": {"enabled": True}})),
+    ]
+    for mistake in rng.sample(mistakes, rng.randrange(4)):
+        spec |= mistake
+    return spec
+
+
+def test_check_and_plan_agree_on_any_run_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file says all, they say the same; where it leaves something open, check says no more."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    compared = Counter[bool]()
+    for seed in range(300):
+        rng = random.Random(seed)
+        spec = spoil(rng, random_run_file(rng))
+        told = seed % 2 == 0 and spec["cluster"]["gpu"] != "cpu"
+        if told:
+            spec["cluster"]["num_nodes"] = 2
+        elif seed % 3 == 0:
+            spec["cluster"] = {}
+        text = yaml.safe_dump(spec)
+        found = check(folder, text)
+        errors = [finding for finding in found if finding.severity == "error"]
+        theirs = [message for message, _ in refused(folder, text, may_pass=True)]
+        stopped = any(word in message for message in theirs for word in ("world_size", "this CPU has"))
+        if told or not stopped:  # a batch or precision that cannot be hides what would come after it
+            ours = {f"project/run.yaml:{finding.line}" for finding in errors}
+            places = {message.split(": ")[0] for message in theirs}
+            assert ours == places if told else ours <= places, f"seed {seed}\n{text}"
+            if told:
+                assert {finding.message for finding in errors} == {m.split(": ", 1)[1] for m in theirs}
+            compared[bool(theirs)] += 1
+    assert min(compared[True], compared[False]) > 40
 
 
 class TestTarget:
