@@ -34,7 +34,7 @@ def status_lines(status: RunStatus, now: datetime) -> list[str]:
     """The status for a reader; ``now`` is in UTC."""
     rows = [("run", f"{status.name}  ({status.run_dir})"), ("state", _state(status, now))]
     if status.progress is not None:
-        rows.append(("step", _progress(status.progress, now, running=status.state == "running")))
+        rows.append(("step", _progress(status.progress, now, running=status.state in ("running", "unknown"))))
     if status.checkpoints:
         count = len(status.checkpoints)
         steps = ", ".join(f"step-{step}" for step in status.checkpoints[-4:])
@@ -58,6 +58,7 @@ def _state(status: RunStatus, now: datetime) -> str:
         "stopped": f"stopped at a checkpoint after {_between(status)} (exit code 75)",
         "cancelled": f"cancelled after {_between(status)} (exit code {status.exit_code})",
         "failed": f"failed after {_between(status)} (exit code {status.exit_code}){again}",
+        "unknown": "started by another launcher, which does not say whether it still runs",
         "gone": "gone: the launcher ended without a word, most often by a KILL or with its machine",
     }
     text = words[status.state]

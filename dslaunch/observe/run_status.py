@@ -11,6 +11,7 @@ from typing import Any, Literal
 from dslaunch.core.errors import (
     EXIT_CANCELLED_INT,
     EXIT_CANCELLED_TERM,
+    EXIT_OK,
     EXIT_STOPPED_AT_CHECKPOINT,
     ConfigError,
 )
@@ -18,7 +19,9 @@ from dslaunch.core.events import to_jsonable
 from dslaunch.core.file_lock import is_held
 from dslaunch.core.run_dir import RunDir, checkpoint_step
 
-State = Literal["not started", "starting", "running", "done", "stopped", "cancelled", "failed", "gone"]
+State = Literal[
+    "not started", "starting", "running", "done", "stopped", "cancelled", "failed", "gone", "unknown"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,8 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """``gone``: the launcher ended without a word, most often by KILL. ``stopped``: at a checkpoint."""
+    """``gone``: the launcher ended without a word, most often by KILL. ``stopped``: at a checkpoint.
+    ``unknown``: another launcher started our trainer, which has not come to its end."""
 
     run_dir: str
     name: str
@@ -66,6 +70,9 @@ class RunStatus:
         return report
 
 
+_TRAINERS_ENDS = {"train_end": EXIT_OK, "train_stopped": EXIT_STOPPED_AT_CHECKPOINT}
+
+
 @dataclass
 class _Story:
     """The last start of a run as its events tell it."""
@@ -74,6 +81,7 @@ class _Story:
     ended: str | None = None
     exit_code: int | None = None
     ranks_started: bool = False
+    by_another: bool = False  # launcher: only the trainer tells how it goes
     hosts_up: set[str] = field(default_factory=set)
     ranks_up: set[int] = field(default_factory=set)
     restarts: int = 0
@@ -96,7 +104,11 @@ class _Story:
         elif kind == "rank_exit":
             self.ranks_up.discard(event["rank"])
         elif kind in ("train_start", "resumed"):
+            if self.started is None or self.ended is not None:
+                self.__init__(started=event["time"], by_another=True)  # type: ignore[misc]
             self.total_steps = event.get("total_steps")
+        elif kind in _TRAINERS_ENDS and self.by_another:
+            self.ended, self.exit_code = event["time"], _TRAINERS_ENDS[kind]
         elif kind == "first_failure":
             self.failed_rank = event["rank"]
             self.trouble = [f"rank {event['rank']} on {event['host']} failed first: it {event['how']}"]
@@ -199,8 +211,8 @@ def _state(story: _Story, *, is_alive: bool) -> State:
     if is_alive:
         return "running" if story.ranks_started and story.ended is None else "starting"
     if story.exit_code is None:
-        return "gone"
-    if story.exit_code == 0:
+        return "unknown" if story.by_another else "gone"
+    if story.exit_code == EXIT_OK:
         return "done"
     if story.exit_code == EXIT_STOPPED_AT_CHECKPOINT:
         return "stopped"

@@ -24,6 +24,11 @@ def end(code: int, **more: Any) -> dict[str, Any]:
     return {"kind": "launch_end", "time": "2026-01-02T03:05:05.000Z", "exit_code": code, **more}
 
 
+def trained(what: str) -> dict[str, Any]:
+    """What our trainer itself says, under whichever launcher."""
+    return {"kind": f"train_{what}", "time": "2026-01-02T03:06:05.000Z", "step": 1, "total_steps": 4}
+
+
 def write_lines(path: Path, rows: list[dict[str, Any]], tail: str = "") -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
 
@@ -72,6 +77,12 @@ def test_while_a_launch_holds_the_directory(tmp_path: Path) -> None:
         ([START, UP, *RANKS, FAILED, end(9)], "failed"),
         ([START, end(3, refused="host a: no program x; nothing was started")], "failed"),
         ([START, UP, *RANKS, FAILED, end(9), START, UP, *RANKS, end(0)], "done"),
+        ([trained("start")], "unknown"),
+        ([trained("start"), trained("end")], "done"),
+        ([trained("start"), trained("stopped")], "stopped"),
+        ([START, UP, *RANKS, trained("start"), FAILED, end(9)], "failed"),
+        ([START, UP, *RANKS, trained("start"), trained("end")], "gone"),
+        ([START, UP, *RANKS, FAILED, end(9), {**trained("start"), "kind": "resumed"}], "unknown"),
     ],
 )
 def test_afterwards(tmp_path: Path, events: list[dict[str, Any]], state: str) -> None:
