@@ -92,8 +92,11 @@ def plan_lines(plan: RunPlan) -> list[str]:
 
 def length_lines(length: RunLength) -> list[str]:
     """The number of steps and of warm-up steps as lines of the plan."""
-    found = {"total_steps": length.total_steps, "warmup_steps": length.warmup_steps}
-    return [f"{'length.' + key:<40} {_shown(value):<24}  {length.reason}" for key, value in found.items()]
+    found = [
+        ("length.total_steps", length.total_steps, length.reason),
+        ("length.warmup_steps", length.warmup_steps, length.warmup_reason),
+    ]
+    return [f"{key:<40} {_shown(value):<24}  {reason}" for key, value, reason in found]
 
 
 def dtypes_of(plan: RunPlan) -> dict[str, str]:

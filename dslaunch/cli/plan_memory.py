@@ -71,7 +71,7 @@ def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:
     path = local_model("local" if known else "hub", fact.absolute if known else model.path, model.revision)
     if path is None:
         raise ConfigError(
-            f"{loaded.where('model.path')}{key} auto: how large {model.path} is is not known here:"
+            f"{loaded.where('model.path')}{key} auto: the size of {model.path} is not known here:"
             " it is not on this machine",
             hint="download it first, or set the stage and the offload yourself",
         )

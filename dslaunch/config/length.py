@@ -16,7 +16,7 @@ _LARGEST_COUNTED = 2**31  # bytes: some seconds of reading
 
 @dataclass(frozen=True)
 class RunLength:
-    """``total_steps`` and ``warmup_steps``: None where they are not known. ``reason``: what they rest on.
+    """``total_steps`` and ``warmup_steps``: None where they are not known; what each rests on.
 
     ``exact``: False where tokenising may drop samples, or packs several into a row: at most so many then.
     """
@@ -25,6 +25,7 @@ class RunLength:
     warmup_steps: int | None
     exact: bool
     reason: str
+    warmup_reason: str
 
 
 def length_of_run(plan: RunPlan) -> RunLength:
@@ -34,18 +35,27 @@ def length_of_run(plan: RunPlan) -> RunLength:
     """
     size, epochs, most = plan.batch.train_batch_size, plan.num_train_epochs, plan.max_steps
     if most is not None:
-        return RunLength(most, warmup_steps(plan.scheduler, most), True, "max_steps")
+        return RunLength(
+            most, warmup_steps(plan.scheduler, most), True, "max_steps", _warmup_reason(plan, most)
+        )
     samples = count_samples(plan.data.train)
     if samples is None:
         reason = "known once the data is tokenised; only JSON lines of this machine are counted before"
-        return RunLength(None, plan.scheduler.warmup_steps, False, reason)
+        return RunLength(None, plan.scheduler.warmup_steps, False, reason, _warmup_reason(plan, None))
     total = total_steps(samples, size, epochs, None)
     reason = f"{samples} samples x {epochs:g} epochs / train_batch_size {size}, rounded up"
     if plan.data.packing:
         reason += "; at most: packing puts several samples in a row"
     else:
         reason += "; fewer if samples are dropped for their length"
-    return RunLength(total, warmup_steps(plan.scheduler, total), False, reason)
+    return RunLength(total, warmup_steps(plan.scheduler, total), False, reason, _warmup_reason(plan, total))
+
+
+def _warmup_reason(plan: RunPlan, total: int | None) -> str:
+    if plan.scheduler.warmup_steps is not None:
+        return "scheduler.warmup_steps"
+    share = f"scheduler.warmup_ratio {plan.scheduler.warmup_ratio or 0:g}"
+    return f"{share} of the steps" if total is None else f"{share} x {total} steps, rounded up"
 
 
 def count_samples(sources: Sequence[DataSource]) -> int | None:

@@ -30,7 +30,7 @@ def resolve_precision(asked: str, groups: Sequence[DeviceGroup] | None) -> Chose
     if asked == "auto":
         if groups is None:
             raise ConfigError(
-                "precision auto: the devices of the other hosts are not known here",
+                "precision auto: which devices the run is for is not known here",
                 hint="name them with --gpu (cluster.gpu), such as --gpu a100, or set precision",
             )
         return _choose(groups)

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from dslaunch.config.load import LoadedSpec
+from dslaunch.config.overrides import SET
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.plan import Origin
 
@@ -42,7 +43,10 @@ class Report:
 
     def fail(self, key: str, message: str, hint: str | None = None) -> None:
         """Record that what was written for ``key`` (a run-file key) cannot be."""
-        error = ConfigError(f"{self.loaded.where(key)}{message}", hint=hint)
+        where = self.loaded.where(key)
+        if where.startswith("--") and where != f"{SET}: " and self.given(key):
+            message = message.removeprefix(f"{key}: ")  # the flag's name says it already
+        error = ConfigError(f"{where}{message}", hint=hint)
         self.problems.append(Problem(self.loaded.line(key), key, error))
 
     def add(self, key: str, error: ConfigError) -> None:

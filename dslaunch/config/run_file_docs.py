@@ -53,8 +53,9 @@ _HEAD = """\
 # The run file
 
 A run file is YAML. `dslaunch plan RUN.yaml` shows what each key resolves to, why, and where it was
-written; `dslaunch gen-config RUN.yaml` shows the DeepSpeed JSON. All problems of a file are reported
-at once, with line and key.
+written; `dslaunch gen-config RUN.yaml` shows the DeepSpeed JSON. Problems are reported with line and
+key, in two rounds: all keys, types and ranges that are wrong at once; then, once these are right,
+all paths that are not there and numbers that do not go together.
 
 - An unknown key is an error that names the nearest one. Keys at the top that begin with `x-` are yours.
 - `--set key=value` on any command that takes a run file sets a key (`--set optimizer.lr=1e-4`,

@@ -124,7 +124,7 @@ def lookup_device(text: str) -> Device:
     key, by_name = _plain(text), _by_name()
     import difflib
 
-    near = difflib.get_close_matches(key, [*by_name, CPU_NAME], n=3, cutoff=0.5)
+    near = _with_unit(text) or difflib.get_close_matches(key, [*by_name, CPU_NAME], n=3, cutoff=0.5)
     known = ", ".join(near) if near else "a100, h100, v100, mi300x, cpu"
     raise ConfigError(f"unknown device {text!r}", hint=f"write a name such as {known}, or sm_80 and the like")
 
@@ -186,6 +186,15 @@ def _find(text: str) -> Device | None:
     while key not in by_name and (shorter := _SUFFIX.sub("", key)) != key:
         key = shorter
     return _with_memory(by_name[key], text) if key in by_name else None
+
+
+def _with_unit(text: str) -> list[str]:
+    """``a100-80g`` for ``a100-80``; all sizes that there are for one that is not made."""
+    match = re.fullmatch(r"(.*\w)[\s_-]+(\d+)", text.strip())
+    if match is None:
+        return []
+    name, asked, sizes = match[1], int(match[2]), memory_sizes(match[1])
+    return [f"{name}-{size}g" for size in ([asked] if asked in sizes else sizes)]
 
 
 def _with_memory(device: Device, text: str) -> Device:

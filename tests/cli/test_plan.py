@@ -119,4 +119,4 @@ def test_a_wrong_flag_is_blamed_and_not_the_run_file(
         text = RUN.replace("num_gpus_per_node: 2", f"num_gpus_per_node: 2, gpu: {written}")
         (here / "run.yaml").write_text(text)
     assert main(["plan", "run.yaml", "--gpu", "a1000"]) == 2
-    assert capsys.readouterr().err.startswith("Error: --gpu: cluster.gpu: unknown device 'a1000'\n")
+    assert capsys.readouterr().err.startswith("Error: --gpu: unknown device 'a1000'\n")

@@ -186,7 +186,7 @@ def test_auto_in_a_run_file_is_settled_by_every_command(capsys: pytest.CaptureFi
     [
         (
             ["gen-config", "--model", "org/away", "--zero-stage", "auto", "--gpu", "t4"],
-            "Error: --model: zero_optimization.stage auto: how large org/away is is not known here",
+            "Error: --model: zero_optimization.stage auto: the size of org/away is not known here",
         ),
         (
             ["gen-config", "--zero-stage", "auto", "--gpu", "t4", "--num-gpus-per-node", "1"],

@@ -41,6 +41,7 @@ def test_steps_are_counted_in_the_data(
     found = length(tmp_path, lines, *overrides, name=name)
     assert (found.total_steps, found.warmup_steps, found.exact) == (total, warmup, False)
     assert f"{lines} samples x " in found.reason
+    assert found.warmup_reason.startswith("scheduler.warmup_")
     assert "dropped for their length" in found.reason
     packed = length(tmp_path, lines, *overrides, "data.packing=true", name=name)
     assert packed.total_steps == total
@@ -48,7 +49,9 @@ def test_steps_are_counted_in_the_data(
 
 
 def test_max_steps_is_exact_whatever_the_data(tmp_path: Path) -> None:
-    assert length(tmp_path, 3, "max_steps=200") == RunLength(200, 6, True, "max_steps")
+    assert length(tmp_path, 3, "max_steps=200") == RunLength(
+        200, 6, True, "max_steps", "scheduler.warmup_ratio 0.03 x 200 steps, rounded up"
+    )
 
 
 def test_data_that_is_not_counted(tmp_path: Path) -> None:

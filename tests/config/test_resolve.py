@@ -255,7 +255,14 @@ def test_a_file_that_is_not_read_as_data_is_refused_with_what_is() -> None:
 def test_data_without_an_owner_is_taken_for_a_hub_id_aloud() -> None:
     notes = resolved("model: m\ndata: {train: squad}\ntrain_batch_size: 8\n")[1]
     assert "run.yaml:2: data.train[0].path: there is no squad here; it is taken for a hub id" in notes
-    assert not any("hub id" in note for note in resolved(SMALL)[1])
+
+
+def test_a_mistyped_directory_is_seen_to_be_taken_for_a_hub_id() -> None:
+    notes = resolved(SMALL.replace("org/model", "models/smol").replace("org/data", "dat/chat"))[1]
+    assert [note for note in notes if "hub id" in note] == [
+        "run.yaml:1: model.path: there is no models/smol here; it is taken for a hub id",
+        "run.yaml:2: data.train[0].path: there is no dat/chat here; it is taken for a hub id",
+    ]
 
 
 def test_an_unknown_device_is_reported_where_it_was_named() -> None:
@@ -329,7 +336,7 @@ def test_local_gpus_are_the_slots() -> None:
 def test_auto_precision_for_unseen_nodes_asks_for_the_device() -> None:
     text = SMALL + "cluster: {num_nodes: 2, num_gpus_per_node: 2}\n"
     (problem,) = problems(text)
-    assert "precision auto: the devices of the other hosts are not known here" in problem
+    assert "precision auto: which devices the run is for is not known here" in problem
     assert plan_of(text + "precision: bf16\n").precision == "bf16"
 
 

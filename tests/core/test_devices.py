@@ -94,7 +94,11 @@ def test_every_device_with_a_size_is_in_the_table_of_names() -> None:
     assert set(_nominal()) <= {*_by_name(), CPU_NAME}
 
 
-@pytest.mark.parametrize(("text", "near"), [("a101", "a100"), ("h1000", "h100"), ("potato", "a100")])
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [("a101", "a100"), ("h1000", "h100"), ("potato", "a100"), ("a100-80", "such as a100-80g, or"),
+     ("V100 24", "such as V100-16g, V100-32g, or")],
+)  # fmt: skip
 def test_an_unknown_device_names_its_neighbours(text: str, near: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown device '{text}'") as caught:
         lookup_device(text)

@@ -70,9 +70,10 @@ def _step(setup: Setup, plan: MemoryPlan) -> Surprise | None:
     if plan.phase not in (CONVERT, UPDATE):
         return None
     more = (plan.peak_bytes - plan.rest_bytes) / 2**30
+    passing = [item.name for item in plan.items if plan.phase in item.when and item.size]
     return Surprise(
-        f"the optimizer's step takes {more:.2f} GiB more than what rests (gradients in 16 bit and in fp32 at "
-        "once): adding up weights, gradients and optimizer states misses that"
+        f"the optimizer's step takes {more:.2f} GiB more than what rests ({', '.join(passing)}): adding up "
+        "weights, gradients and optimizer states misses that"
     )
 
 

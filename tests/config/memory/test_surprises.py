@@ -34,6 +34,15 @@ def test_the_step_is_mentioned_only_where_it_is_the_peak() -> None:
     assert not any("optimizer's step" in found.text for found in of(setup()))
 
 
+def test_a_step_in_fp32_is_not_said_to_have_16_bit_gradients() -> None:
+    one = setup(world_size=1, ranks_per_host=1)
+    (low,) = (found.text for found in of(one) if "optimizer's step" in found.text)
+    fp32 = dataclasses.replace(one, precision="fp32")
+    (full,) = (found.text for found in of(fp32) if "optimizer's step" in found.text)
+    assert "fp32 gradients" in low
+    assert "16 bit" not in full
+
+
 def test_logits_are_mentioned_where_they_are_a_quarter_of_the_peak() -> None:
     small = setup(SMOLLM2_135M, gradient_checkpointing=True)
     assert any("logits take" in found.text for found in of(small))
