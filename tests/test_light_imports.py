@@ -95,6 +95,20 @@ def test_resolving_imports_nothing_heavy(argv: tuple[str, ...], tmp_path: Path) 
     assert not any(name.startswith(("dslaunch.train", "dslaunch.losses")) for name in modules)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("gen-config", str(RUN_FILE), "--set", "precision=fp16", "--gpu", "v100"),
+        ("plan", str(RUN_FILE)),
+        ("check", str(RUN_FILE)),
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_no_model_of_pydantic_is_built_twice(argv: tuple[str, ...]) -> None:
+    """model_dump() of a part of the spec builds it anew, with a search for plugins: a tenth of a command."""
+    assert "pydantic.plugin._loader" not in imported(*argv)
+
+
 @pytest.mark.parametrize("argv", [("check", str(DS_CONFIG), "--gpu", "a100"), ("explain", "fp16")])
 def test_checking_a_config_imports_click_alone(argv: tuple[str, ...], tmp_path: Path) -> None:
     assert third_party(imported(*argv, cwd=tmp_path)) == {"click"}

@@ -95,7 +95,7 @@ def resolve_into(
         num_train_epochs=epochs,
         max_steps=steps,
         output=output,
-        watch=WatchPlan(**loaded.spec.watch.model_dump()),
+        watch=WatchPlan(**dict(loaded.spec.watch)),
         launch=parts.launch(engine[1], run_dir=run_dir, cwd=cwd, python=interpreter),
         ds_config=ds_config,
         deepspeed_template=parts.template(),
