@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 DEEPSPEED = ("torch", "deepspeed")
 TRAINER = ("transformers", "peft", "datasets", "accelerate", "safetensors")
 PACKAGES = (*DEEPSPEED, *TRAINER, "bitsandbytes", "flash-attn")
-GIB = 2**30
-_SHM_PER_RANK = GIB
-_LEAST_CACHE = GIB
+_LEAST_CACHE = 2**30
 _LEAST_INODES = 1000
 _LEAST_FILES = 1024
-_MOST_SKEW_S = 5.0
 _CUDA_MINORS_MIX = ("10", "11", "12")  # majors of which DeepSpeed takes any two minors together
 _OLDEST_PYTHON = (3, 10)
 _NONE = "none"
@@ -68,6 +65,8 @@ def find_problems(
     probed: Sequence[Probed], inventories: Mapping[str, Inventory], wanted: Wanted
 ) -> list[HostFinding]:
     """All that is wrong, host by host; ``inventories`` are of the hosts that answered."""
+    from dslaunch.launch.preflight import clock_problem
+
     found: list[HostFinding] = []
     held = {lock.path for one in probed if one.facts for lock in one.facts.locks if lock.held is not False}
     skews = [one.skew_s for one in probed if one.facts]
@@ -85,9 +84,8 @@ def find_problems(
         _check_locks(say, one.facts, held, wanted)
         if len(probed) > 1:
             _check_network(say, one, probed)
-            if abs(skew := one.skew_s - median(skews)) > _MOST_SKEW_S:
-                how = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the others'"
-                say.warn("clock", f"its clock is {how}", "start an NTP client there")
+            if (problem := clock_problem(one.skew_s - median(skews))) is not None:
+                say.warn("clock", problem, "start an NTP client there")
     found += _differing_versions(probed)
     return found
 
@@ -233,6 +231,8 @@ def _fit_together(cuda: str, nvcc: str) -> bool:
 
 
 def _check_folders(say: _Sayer, facts: HostFacts, wanted: Wanted) -> None:
+    from dslaunch.launch.preflight import gib
+
     if not facts.has_cwd:
         say.fail("cwd", f"no working directory {wanted.cwd}", "start where all hosts have it")
     if facts.witness is not None:
@@ -254,16 +254,12 @@ def _check_folders(say: _Sayer, facts: HostFacts, wanted: Wanted) -> None:
 
 
 def _check_limits(say: _Sayer, one: Probed, num_ranks: int) -> None:
+    from dslaunch.launch.preflight import gib, shm_hint, shm_problem
+
     facts = one.facts
     assert facts is not None
-    if (shm := facts.shm.total_bytes) is not None and shm < num_ranks * _SHM_PER_RANK:
-        size = f"{max(8, 2 * num_ranks)}g"
-        say.warn(
-            "shm",
-            f"/dev/shm is {gib(shm)} for {num_ranks} rank{'s' if num_ranks > 1 else ''}: NCCL and data"
-            " loaders die of a bus error where it is full",
-            f"docker run --shm-size={size} (or --ipc=host); on a host: mount -o remount,size={size} /dev/shm",
-        )
+    if (problem := shm_problem(facts.shm.total_bytes, num_ranks)) is not None:
+        say.warn("shm", problem, shm_hint(num_ranks))
     if -1 < facts.nofile < _LEAST_FILES:
         say.warn("nofile", f"a process may open {facts.nofile} files", "ulimit -n 65536")
     if facts.infiniband and facts.memlock != -1:
@@ -369,8 +365,3 @@ def _differing(rows: Mapping[str, Mapping[str, str | None]]) -> tuple[Difference
             values = sorted(hosts_of.items(), key=lambda item: -len(item[1]))
             found.append(Difference(what, tuple((value, tuple(hosts)) for value, hosts in values)))
     return tuple(found)
-
-
-def gib(size: int) -> str:
-    """Bytes in words."""
-    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dslaunch.cli.doctor_checks import PACKAGES, Difference, HostFinding, devices_text, gib
+from dslaunch.cli.doctor_checks import PACKAGES, Difference, HostFinding, devices_text
 
 if TYPE_CHECKING:
     from dslaunch.core.devices import Inventory
@@ -90,6 +90,8 @@ def summary(report: Report) -> str:
 
 
 def _one_host(report: Report) -> list[str]:
+    from dslaunch.launch.preflight import gib
+
     one = report.probed[0]
     if one.facts is None:
         return []
@@ -165,6 +167,8 @@ def _names(hosts: Sequence[str]) -> str:
 
 
 def _space(total: int | None, free: int | None) -> str:
+    from dslaunch.launch.preflight import gib
+
     return "unknown" if total is None or free is None else f"{gib(free)} of {gib(total)} free"
 
 
@@ -173,6 +177,8 @@ def _limit(value: int) -> str:
 
 
 def _locked(value: int) -> str:
+    from dslaunch.launch.preflight import gib
+
     return "unlimited" if value == -1 else gib(value)
 
 

@@ -38,6 +38,7 @@ import ctypes
 import errno
 import fcntl
 import functools
+import glob
 import hashlib
 import json
 import os
@@ -763,6 +764,24 @@ def usable_cores(root: str = "/") -> int:
     return cores
 
 
+def shm_bytes() -> int | None:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_blocks * found.f_frsize
+
+
+def versions_beside(program: bytes) -> dict[str, str]:
+    """torch and DeepSpeed of the environment whose Python ``program`` is, by the names of their metadata."""
+    top = glob.escape(os.path.dirname(os.path.dirname(to_text(program))))
+    found = {}
+    for name in ("torch", "deepspeed"):
+        for path in glob.glob(os.path.join(top, "lib/python3*/site-packages", name + "-*.dist-info")):
+            found[name] = os.path.basename(path)[len(name) + 1 : -len(".dist-info")]
+    return found
+
+
 def cgroups(root: str, controller: str) -> list[str]:
     """The folders that may limit our use of ``controller`` (cpu, memory): of our cgroup and all above it.
 
@@ -985,7 +1004,8 @@ def main() -> int:
     agent.send("hello", protocol=PROTOCOL, node=os.uname().nodename, pid=os.getpid(), python=version)
     try:
         agent.prepared = agent.prepare()
-        agent.send("ready", **agent.meet())
+        place, versions = agent.meet(), versions_beside(agent.prepared[0])
+        agent.send("ready", time=time.time(), shm_bytes=shm_bytes(), versions=versions, **place)
     except Refusal as refusal:
         agent.refuse(refusal)
     agent.serve(wake_fd)

@@ -18,6 +18,7 @@ from dslaunch.core.topology import Host
 from dslaunch.launch import local, ssh
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.orders import build_orders, is_elsewhere
+from dslaunch.launch.preflight import ReadyHost, find_doubts, ready_host
 from dslaunch.launch.text import printable
 from dslaunch.launch.verdict import describe_code
 
@@ -74,6 +75,7 @@ class Startup:
         self._tries: Counter[int] = Counter()
         self._links: dict[int, AgentLink] = {}
         self._ready: dict[int, dict[str, Any]] = {}
+        self._ready_hosts: dict[int, ReadyHost] = {}
         self._reached: set[int] = set()
         self._asked_to_reach = False
         self._unusable: dict[str, tuple[str, str | None]] = {}
@@ -130,7 +132,9 @@ class Startup:
     # --- what is heard --------------------------------------------------------------------------
 
     def note_ready(self, link: AgentLink, facts: dict[str, Any]) -> None:
-        self._ready[self._node_rank(link)] = facts
+        node_rank = self._node_rank(link)
+        self._ready[node_rank] = facts
+        self._ready_hosts[node_rank] = ready_host(link.host.name, len(link.host.slots), facts, time.time())
         self.deadline = time.monotonic() + _ANSWER_S
 
     def note_reached(self, link: AgentLink, problem: str | None) -> None:
@@ -196,6 +200,10 @@ class Startup:
     def meeting_point(self) -> tuple[str, int]:
         """MASTER_ADDR and MASTER_PORT, as the agent on host 0 found them."""
         return self._ready[0]["addr"], self._ready[0]["port"]
+
+    def doubts(self) -> list[str]:
+        """What the user should know of the hosts before their ranks start."""
+        return find_doubts([host for _, host in sorted(self._ready_hosts.items())])
 
     def refusal(self) -> HostsUnusable | None:
         """The error that names every host that cannot be used, and why."""

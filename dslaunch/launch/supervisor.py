@@ -177,6 +177,8 @@ class _Launch:
         elif self.startup.has_started:
             addr, port = self.startup.meeting_point()
             self.events.write("ranks_start", master_addr=addr, master_port=port)
+            for doubt in self.startup.doubts():
+                self._say(f"note: {doubt}")
 
     def _refuse(self, refusal: EnvironmentNotReady) -> None:
         self.cause.refusal = self.cause.refusal or refusal

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dslaunch.cli.doctor_checks import (
-    GIB,
     PACKAGES,
     HostFinding,
     Wanted,
@@ -19,6 +18,7 @@ from dslaunch.cli.doctor_checks import (
 from dslaunch.cli.doctor_report import Report, report_lines, summary
 from dslaunch.core.devices import Accelerator, Inventory, lookup_device
 from dslaunch.core.topology import Host
+from dslaunch.launch.preflight import GIB
 from dslaunch.launch.probing import HostFacts, Interpreter, Probed, Space, TorchLock
 
 VERSIONS: dict[str, str | None] = dict.fromkeys(PACKAGES, "1.0") | {"torch": "2.9.0"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -227,6 +228,29 @@ def test_a_program_that_one_host_has_not(bed: Testbed, over: Over, tmp_path: Pat
     assert code == 3
     assert "no program /dev/shm/only-here" in err
     assert "3 of 3 hosts cannot be used; nothing was started:" in err
+
+
+def test_what_is_doubtful_of_hosts_is_said_before_ranks_start(
+    bed: Testbed, over: Over, tmp_path: Path
+) -> None:
+    for name in bed.names:  # what is installed on each: /dev/shm is a host's own
+        metadata = f"lib/python3.11/site-packages/torch-{2 if name == 'node3' else 1}.0.dist-info"
+        script = f"mkdir -p /dev/shm/env/bin /dev/shm/env/{metadata}; cp /bin/sh /dev/shm/env/bin/sh"
+        subprocess.run([*bed.hub(), "ssh", name, script], check=True, timeout=30)
+    Path("some").write_text("node1 slots=1\nnode2 slots=2\nnode3 slots=1\n")
+    flags = ["--hostfile", "some", "--gpu", "cpu"]
+    command = ["/dev/shm/env/bin/sh", "-c", "exit 0"]
+    try:
+        with Launched(flags, command, run_dir=tmp_path / "run", prefix=bed.hub()) as launched:
+            code, _, err = launched.wait()
+    finally:
+        for name in bed.names:
+            subprocess.run([*bed.hub(), "ssh", name, "rm -r /dev/shm/env"], check=True, timeout=30)
+    assert code == 0, err
+    assert "dslaunch: note: torch is 2.0 on node3, but 1.0 on the others" in err
+    assert "--exclude node3 leaves that out" in err
+    assert "dslaunch: note: node2: /dev/shm is 1.0 GiB for 2 ranks" in err
+    assert err.count("note:") == 2
 
 
 def test_filters_choose_hosts(bed: Testbed, over: Over) -> None:
