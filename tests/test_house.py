@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from dslaunch import __version__
+from dslaunch.core.packages import TRAINING
 from tests.support.machine import CANNOT_RUN, NEEDS, missing
 from tests.support.ranks import RanksTimedOut, check_ranks, run_ranks
 
@@ -72,6 +73,10 @@ def test_pyproject_pins_nothing() -> None:
     """Users choose their torch; only the constraints, which are ours, name exact versions."""
     for text in REQUIREMENTS:
         assert not {spec.operator for spec in Requirement(text).specifier} & {"==", "<", "<=", "~="}, text
+
+
+def test_the_packages_that_are_asked_for_are_those_of_the_extra() -> None:
+    assert set(TRAINING) == {Requirement(text).name for text in EXTRAS["train"]}
 
 
 def test_core_needs_no_torch() -> None:

@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from dslaunch.core.finding import Severity
+from dslaunch.core.packages import HOW_TO_INSTALL
 
 if TYPE_CHECKING:
     from dslaunch.core.devices import Device, Inventory
@@ -155,7 +156,7 @@ def _check_python(say: _Sayer, facts: HostFacts, wanted: Wanted) -> None:
                 "error" if needed else "warning",
                 "packages",
                 f"{', '.join(missing)} {verb} not installed{whom}",
-                "pip install 'dslaunch[train]', or run dslaunch with the Python that has them",
+                f"{HOW_TO_INSTALL}; or run dslaunch with the Python that has them",
             )
 
 

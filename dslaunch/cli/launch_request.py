@@ -81,10 +81,11 @@ def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest) -> None:
     """
     from dslaunch.cli.host_check import check_host_memory
     from dslaunch.core.plan import RunPlan
-    from dslaunch.launch.ready import check_ready, check_recorded_paths
+    from dslaunch.launch.ready import check_packages, check_ready, check_recorded_paths
 
     check_ready(plan.launch)
     if isinstance(plan, RunPlan):
+        check_packages(plan)
         check_recorded_paths(plan)
         check_host_memory(plan)
     check_run_dir_of(plan, request)

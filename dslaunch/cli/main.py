@@ -164,6 +164,11 @@ def _explain_unexpected(error: Exception) -> tuple[str, int]:
             os.getcwd()
         except OSError:
             return "Error: the current directory is gone\n\nhint: cd to one that exists", EXIT_NOT_READY
+    if isinstance(error, ModuleNotFoundError):
+        from dslaunch.core.packages import explain_missing_module
+
+        if (missing := explain_missing_module(error)) is not None:
+            return missing.format(), missing.exit_code
     return (
         f"Error: internal error in dslaunch: {type(error).__name__}: {error}\n\n"
         "hint: this is our bug; run `dslaunch --debug ...` and report the traceback"

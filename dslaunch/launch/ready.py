@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dslaunch.core.errors import ConfigError, ConfigErrors
+from dslaunch.core.packages import missing_packages, packages_missing
 from dslaunch.core.plan import LaunchPlan, RunPlan
 from dslaunch.launch import local, ssh
 from dslaunch.launch.orders import check_launch, is_elsewhere
@@ -31,6 +33,18 @@ def check_ready(plan: LaunchPlan) -> Mapping[str, str]:
     if plan.master_port is not None and not is_elsewhere(plan, plan.topology.hosts[0]):
         lease_port(plan.master_port).close()
     return environ
+
+
+def check_packages(plan: RunPlan) -> None:
+    """Raise EnvironmentNotReady where a rank that is started here could not import what it trains with.
+
+    Asked is only this very interpreter: of another one, or of another host's, each rank says it.
+    """
+    launch = plan.launch
+    if launch.via != "local" or launch.argv[0] != sys.executable or "PYTHONPATH" in launch.env:
+        return
+    if missing := missing_packages():
+        raise packages_missing(missing, but="; nothing was started")
 
 
 def check_recorded_paths(plan: RunPlan) -> None:

@@ -87,6 +87,7 @@ class _Story:
     restarts: int = 0
     total_steps: int | None = None
     trouble: list[str] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)  # what each rank itself said
     failed_rank: int | None = None
 
     def add(self, event: dict[str, Any]) -> None:
@@ -112,6 +113,13 @@ class _Story:
         elif kind == "first_failure":
             self.failed_rank = event["rank"]
             self.trouble = [f"rank {event['rank']} on {event['host']} failed first: it {event['how']}"]
+            if (said := self.errors.get(event["rank"])) is not None:
+                self.trouble.append(said)
+        elif kind == "rank_error":
+            self.errors[event["rank"]] = event["message"]
+            if self.by_another and self.failed_rank is None:
+                self.failed_rank = event["rank"]
+                self.trouble.append(f"rank {event['rank']}: {event['message']}")
         elif kind == "host_lost":
             self.trouble.append(f"host {event['host']} was lost: {event['how']}")
         elif kind == "launch_end":

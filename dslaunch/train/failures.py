@@ -20,6 +20,7 @@ from dslaunch.core.errors import (
     one_line,
 )
 from dslaunch.core.events import JsonlWriter, utc_now
+from dslaunch.core.packages import explain_missing_module
 from dslaunch.core.run_dir import RunDir
 
 _PEER_LOST = (
@@ -67,6 +68,8 @@ def explain(error: Exception) -> DslaunchError:
             exit_code=EXIT_HOST_LOST,
             hint="the cause is in the log of the rank that failed first",
         )
+    if isinstance(error, ModuleNotFoundError) and (missing := explain_missing_module(error)) is not None:
+        return missing
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
         where = f" ({error.filename})" if error.filename else ""
         return EnvironmentNotReady(f"cannot write the run's files: {error.strerror}{where}")

@@ -65,6 +65,26 @@ def test_while_a_launch_holds_the_directory(tmp_path: Path) -> None:
     assert status.holder == "process 7 on node-1"
 
 
+def test_what_the_failed_rank_said_is_trouble(tmp_path: Path) -> None:
+    said = {"kind": "rank_error", "rank": 1, "exit_code": 3, "message": "no model x"}
+    other = {**said, "rank": 0, "message": "this rank lost the connection to another one"}
+    status = load_status(run(tmp_path, [START, UP, *RANKS, other, said, FAILED, end(3)]))
+    assert status.trouble == ("rank 1 on a failed first: it exited with code 9", "no model x")
+
+
+def test_what_a_rank_said_in_an_earlier_start_is_over(tmp_path: Path) -> None:
+    said = {"kind": "rank_error", "rank": 1, "exit_code": 3, "message": "no model x"}
+    events = [START, UP, *RANKS, said, FAILED, end(3), START, UP, *RANKS, FAILED, end(9)]
+    status = load_status(run(tmp_path, events))
+    assert status.trouble == ("rank 1 on a failed first: it exited with code 9",)
+
+
+def test_under_another_launcher_a_rank_says_it_alone(tmp_path: Path) -> None:
+    said = {"kind": "rank_error", "rank": 1, "exit_code": 3, "message": "no room"}
+    status = load_status(run(tmp_path, [trained("start"), said, {**said, "rank": 0}]))
+    assert (status.trouble, status.failed_rank) == (("rank 1: no room",), 1)
+
+
 @pytest.mark.parametrize(
     ("events", "state"),
     [
