@@ -135,7 +135,7 @@ def test_a_host_that_loses_power(bed: Testbed, over: Over) -> None:
         assert "dslaunch: host node3 was lost" in err
     finally:
         bed.boot("node3")
-        bed.wait_for_ssh("node3")
+        bed.wait_until_up("node3")
 
 
 def test_a_cable_that_is_cut(bed: Testbed, over: Over, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_lost_host_gives_way_to_a_spare(bed: Testbed, over: Over) -> None:
         exit_code, _, err = launched.wait()
     finally:
         bed.boot("node2")
-        bed.wait_for_ssh("node2")
+        bed.wait_until_up("node2")
     assert exit_code == 0, err
     assert Path("up-1-node3").exists()
     assert [event["left_out"] for event in launched.events("restart")] == [[], ["node2"]]

@@ -91,7 +91,7 @@ def test_hosts_with_faults_are_named_and_can_be_left_out(
         bed.allow("node2", bed.address("node1"))
         bed.power_off("node3")
         bed.boot("node3")
-        bed.wait_for_ssh("node3")
+        bed.wait_until_up("node3")
     assert code == 1
     assert metadata.version("torch") != "1.2.3"  # node3 alone had it
     found = findings(out)

@@ -9,31 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from tests.launch.launching import TIMEOUT_S, rank_pid, wait_until
-from tests.support.plans import read_rows, write_questions
-from tests.support.tiny import make_tiny_model_dir
+from tests.launch.training import losses, make_run
 from tests.testbed.hosts import Testbed
 
 pytestmark = pytest.mark.needs("root", "sshd", "namespaces")
-
-RUN: dict[str, Any] = {
-    "seed": 7,
-    "model": "./model",
-    "data": {"train": "train.jsonl", "max_length": 128},
-    "adapter": {"type": "lora", "r": 4},
-    "precision": "fp32",
-    "zero_optimization": {"stage": 2},
-    "optimizer": {"lr": 1e-2},
-    "train_batch_size": 4,
-    "train_micro_batch_size_per_gpu": 1,
-    "cluster": {"gpu": "cpu"},
-    "max_steps": 3,
-}
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +28,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ops_dir: Path) -> Path:
     monkeypatch.chdir(tmp_path)
-    make_tiny_model_dir(tmp_path / "model")
-    write_questions(tmp_path / "train.jsonl", 16)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    make_run(tmp_path)
     (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
     return tmp_path
 
@@ -60,10 +41,6 @@ def start(bed: Testbed, *options: str) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     _, err = process.communicate(timeout=4 * TIMEOUT_S)
     return process.returncode, err
-
-
-def losses(run_dir: str) -> list[float]:
-    return [row["loss"] for row in read_rows(Path(run_dir, "metrics.jsonl"), "train")]
 
 
 def test_two_hosts_train_as_two_ranks_of_one_do(bed: Testbed, here: Path) -> None:
