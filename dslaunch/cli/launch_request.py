@@ -8,12 +8,11 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dslaunch.core.errors import ConfigError
     from dslaunch.core.plan import LaunchPlan, RunPlan
-    from dslaunch.core.topology import Host, Topology
     from dslaunch.launch.record import CommandPlan, RecordedPlan
 
 
@@ -183,6 +182,7 @@ def _plan_path(path: Path) -> Path:
 
 
 def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandPlan:
+    from dslaunch.cli.launch_ranks import choose_ranks
     from dslaunch.core.command import check_argv
     from dslaunch.core.plan import LaunchPlan
     from dslaunch.launch.record import CommandPlan, load_recorded_plan
@@ -190,16 +190,16 @@ def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandP
 
     argv = tuple(utf8(word) for word in words)
     check_argv(argv, "launch")
-    device_type, topology, via, spares = _command_ranks(request)
+    ranks = choose_ranks(request)
     name = _command_name(argv)
     launch = LaunchPlan(
         argv=argv,
-        topology=topology,
+        topology=ranks.topology,
         run_dir=utf8(str(_command_run_dir(request, name))),
         cwd=utf8(os.getcwd()),
-        device_type=device_type,
-        via=via,
-        spare_hosts=spares if request.max_restarts else (),
+        device_type=ranks.device_type,
+        via=ranks.via,
+        spare_hosts=ranks.spares if request.max_restarts else (),
     )
     if request.resume:
         recorded = load_recorded_plan(_recorded_path(launch.run_dir))
@@ -217,62 +217,6 @@ def _command_run_dir(request: LaunchRequest, name: str) -> Path:
     if request.resume:
         raise _which_run(name, root)
     return _default_run_dir(name, root)
-
-
-def _command_ranks(
-    request: LaunchRequest,
-) -> tuple[Literal["cpu", "cuda"], Topology, Literal["local", "ssh"], tuple[Host, ...]]:
-    """Device type, hosts, the way to reach them and spare hosts, from flags alone."""
-    from dslaunch.core.allocation import probe_allocation
-    from dslaunch.core.errors import ConfigError
-
-    if request.via not in (None, "auto", "local", "ssh"):
-        raise ConfigError(f"--via {request.via!r} is not one of auto, local, ssh")
-    names = ("hostfile", "include", "exclude", "num_nodes", "gpu", "inventory")
-    flags = {name: getattr(request, name) for name in names}
-    job = None if request.via == "local" or request.hostfile is not None else probe_allocation(os.environ)
-    if job is None and all(value is None for value in flags.values()):
-        return *_local_ranks(request.num_gpus_per_node), "local", ()
-
-    from dslaunch.cli.options import flag_overrides, show_notes
-    from dslaunch.config.facts import probe_facts
-    from dslaunch.config.hosts import choose_via, resolve_hosts
-    from dslaunch.config.load import load_flags
-
-    loaded = load_flags((), flag_overrides({**flags, "num_gpus_per_node": request.num_gpus_per_node}))
-    facts = dataclasses.replace(
-        probe_facts(loaded, cwd=Path.cwd(), environ=os.environ), allocation=job, allocation_problem=None
-    )
-    for problem in (facts.hostfile_problem, facts.inventory_problem):
-        if problem is not None:
-            raise problem
-    hosts = resolve_hosts(loaded.spec.cluster, facts)
-    if job is not None:
-        show_notes((f"hosts: {hosts.topology_reason}",))
-    via = choose_via(hosts, facts)[0] if request.via in (None, "auto") else request.via
-    return hosts.device_type, hosts.topology, "ssh" if via == "ssh" else "local", hosts.spares
-
-
-def _local_ranks(num_ranks: int | None) -> tuple[Literal["cpu", "cuda"], Topology]:
-    """This machine's slots: its accelerators, or as many CPU ranks as are asked for."""
-    from dslaunch.core.devices import probe_inventory
-    from dslaunch.core.errors import ConfigError
-    from dslaunch.core.topology import Host, Topology, local_topology
-
-    ids = tuple(item.id for item in probe_inventory(os.environ).accelerators)
-    if not ids:
-        if num_ranks is None:
-            raise ConfigError(
-                "no accelerator found on this machine, so the number of ranks is not known",
-                hint="say it: --num-gpus-per-node 2 (it starts that many ranks on the CPU)",
-            )
-        return "cpu", local_topology(num_ranks)
-    if num_ranks is not None and num_ranks > len(ids):
-        raise ConfigError(
-            f"--num-gpus-per-node {num_ranks}: this machine shows {len(ids)} accelerators ({', '.join(ids)})",
-            hint=f"use {len(ids)} or fewer, or set DS_ACCELERATOR=cpu for ranks on the CPU",
-        )
-    return "cuda", Topology(hosts=(Host(name="localhost", slots=ids[:num_ranks]),))
 
 
 def _with_flags(launch: LaunchPlan, request: LaunchRequest) -> LaunchPlan:

@@ -21,6 +21,7 @@ from dslaunch.core.allocation import Allocation
 from dslaunch.core.devices import CPU_NAME, Device, lookup_device
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.hostfile import select_hosts
+from dslaunch.core.plan import Via
 from dslaunch.core.topology import Host, Topology
 
 
@@ -77,7 +78,7 @@ def resolve_hosts(cluster: ClusterSpec, facts: Facts, *, runs_here: bool = True)
     return _this_machine(cluster, facts, named)
 
 
-def choose_via(hosts: ResolvedHosts, facts: Facts) -> tuple[Literal["local", "ssh"], str]:
+def choose_via(hosts: ResolvedHosts, facts: Facts) -> tuple[Via, str]:
     """How to reach the hosts, and why, where nothing is said."""
     names = [host.name for host in hosts.topology.hosts]
     if len(names) == 1 and names[0] in facts.local_names:
@@ -86,9 +87,11 @@ def choose_via(hosts: ResolvedHosts, facts: Facts) -> tuple[Literal["local", "ss
         return "local", "the names of the hosts are not known without a hostfile"
     # A name may have to be looked up: the first host that is elsewhere settles it.
     other = next((name for name in names if name not in facts.local_names), None)
-    return (
-        ("local", "all hosts are this machine") if other is None else ("ssh", f"{other} is not this machine")
-    )
+    if other is None:
+        return "local", "all hosts are this machine"
+    if facts.hosts is None and facts.allocation is not None and facts.allocation.scheduler == "Slurm":
+        return "slurm", f"{other} is a node of this Slurm job: srun reaches it"
+    return "ssh", f"{other} is not this machine"
 
 
 def _without_hosts(cluster: ClusterSpec, facts: Facts) -> tuple[DeviceGroup, ...] | None:

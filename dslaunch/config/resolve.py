@@ -27,6 +27,7 @@ from dslaunch.core.plan import (
     Precision,
     RunPlan,
     SchedulerPlan,
+    Via,
     WatchPlan,
 )
 
@@ -237,12 +238,14 @@ class _Parts:
         )
 
 
-def _via(asked: str, hosts: ResolvedHosts, facts: Facts, report: Report) -> Literal["local", "ssh"]:
-    if asked == "auto":
-        via, reason = choose_via(hosts, facts)
-        report.reason("launch.via", reason)
-        return via
-    return "ssh" if asked == "ssh" else "local"
+def _via(asked: Literal["auto"] | Via, hosts: ResolvedHosts, facts: Facts, report: Report) -> Via:
+    if asked != "auto":
+        return asked
+    via, reason = choose_via(hosts, facts)
+    report.reason("launch.via", reason)
+    if via != "local":
+        report.note(f"launch.via {via}: {reason}")
+    return via
 
 
 def _check_attention(model: ModelPlan, precision: Precision, device_type: str, report: Report) -> None:

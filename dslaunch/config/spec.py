@@ -86,9 +86,10 @@ class SchedulerSpec(Section):
 class LaunchSpec(Section):
     """How the ranks are started."""
 
-    via: Literal["auto", "local", "ssh"] = Field(
+    via: Literal["auto", "local", "ssh", "slurm"] = Field(
         "auto",
-        description="Way to reach the hosts. `auto`: `local` where this machine is the only one, else `ssh`.",
+        description="Way to reach the hosts. `auto`: `local` where this machine is the only one, "
+        "`slurm` (srun) for the nodes of a Slurm job, else `ssh`.",
     )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the ranks.")
     secret_env: Names = Field(

@@ -22,6 +22,7 @@ from dslaunch.core.topology import Host, Topology
 SCHEMA_VERSION = 1
 
 Precision = Literal["bf16", "fp16", "fp32"]
+Via = Literal["local", "ssh", "slurm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ class LaunchPlan:
     topology: Topology
     run_dir: str  # absolute
     cwd: str  # absolute
-    via: Literal["local", "ssh"] = "local"
+    via: Via = "local"
     device_type: Literal["cpu", "cuda"] = "cpu"
     master_addr: str | None = None  # None: 127.0.0.1 on one host, else found by host 0
     master_port: int | None = None  # None: a free port is found at start

@@ -27,6 +27,8 @@ started), ``ready``, ``reached``, ``start``, ``output``, ``error_line``, ``exit`
 ``done``. Text holds non-UTF-8 bytes as lone surrogates (surrogateescape, escaped
 by JSON), so every byte arrives as it was.
 
+USR1 and USR2 to this process go to the ranks: Slurm's ``--signal`` sends them here.
+
 What is killed is only ever a child of this process: a rank that has not been
 reaped yet (with its process group, whose number is then still taken), or a
 process that lost its parent and was handed to us, their subreaper, by the kernel.
@@ -70,6 +72,7 @@ CUDA_VARIABLE = b"CUDA_VISIBLE_DEVICES"
 # AMD's runtime heeds one of the first two, the first first; they count among what the third leaves.
 AMD_VARIABLES = (b"HIP_VISIBLE_DEVICES", CUDA_VARIABLE, b"ROCR_VISIBLE_DEVICES")
 SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh", "busybox"}
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -212,6 +215,7 @@ class Agent:
         self.selector = selectors.DefaultSelector()
         self.stopping = False
         self.stop_signal = 0  # one that somebody sent to this process
+        self.to_pass_on: list[int] = []
         self.wait_for_shells = False  # a stopped shell's own child may be writing a checkpoint
         self.deadline = float("inf")
         self.settle_at = self.kill_at = self.give_up_at = float("inf")
@@ -395,9 +399,7 @@ class Agent:
             self.begin_stop(0.0)
             self.kill_at = min(self.kill_at, time.monotonic())
         elif what == "signal":
-            for rank in self.ranks:
-                if rank.alive:
-                    send_signal(rank.pid, getattr(signal, "SIG" + command["name"]))
+            self.signal_ranks(getattr(signal, "SIG" + command["name"]))
         elif what == "ack":
             self.unacked -= command["bytes"]
 
@@ -421,10 +423,20 @@ class Agent:
         self.send("refused", message=refusal.message, hint=refusal.hint)
         self.begin_stop(self.orders["failure_grace_s"])
 
+    def signal_ranks(self, number: int) -> None:
+        for rank in self.ranks:
+            if rank.alive:
+                send_signal(rank.pid, number)
+
     def note_signal(self, number: int, _frame: Any) -> None:
-        self.stop_signal = self.stop_signal or number
+        if number in PASSED_ON:
+            self.to_pass_on.append(number)
+        else:
+            self.stop_signal = self.stop_signal or number
 
     def heed_signal(self) -> None:
+        while self.to_pass_on:
+            self.signal_ranks(self.to_pass_on.pop(0))
         if self.stop_signal and not self.stopping:
             self.send("stop_asked", signal=self.stop_signal)
             self.begin_stop(self.orders["checkpoint_grace_s"])
@@ -986,7 +998,7 @@ def wake_on_signals(agent: Agent) -> int:
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *PASSED_ON):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, agent.note_signal)
     return read_fd

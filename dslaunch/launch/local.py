@@ -18,7 +18,7 @@ from dslaunch.launch.orders import encode_orders
 from dslaunch.launch.text import printable
 
 
-def build_agent_command(host: Host, orders: dict[str, Any]) -> Command:
+def build_agent_command(host: Host, orders: dict[str, Any], environ: Mapping[str, str]) -> Command:
     """The Command that starts the agent here, its orders on stdin.
 
     ``-I -S``: neither the user's PYTHONPATH nor site-packages are imported, so it

@@ -80,7 +80,7 @@ def build_orders(
     """
     host = plan.topology.hosts[node_rank]
     env = common_env(plan, environ)
-    if elsewhere:
+    if elsewhere and plan.via != "slurm":  # srun takes all of it along
         env = {**forwarded(environ), **env}
     return {
         "protocol": PROTOCOL,
@@ -109,13 +109,14 @@ def build_orders(
 
 
 def is_elsewhere(plan: LaunchPlan, host: Host) -> bool:
-    """Whether the ranks of ``host`` are started on another machine than this one.
+    """Whether the agent of ``host`` is no child of the launcher: on another machine, or a step of a job.
 
     Of many hosts not each one is looked up, which may take a second for each: one that is
     this machine under a name that it does not go by itself is then reached as the others are.
     """
-    look_up = plan.topology.num_nodes <= _LOOKED_UP
-    return plan.via != "local" and not is_this_machine(host.name, look_up=look_up)
+    if plan.via != "ssh":
+        return plan.via == "slurm"
+    return not is_this_machine(host.name, look_up=plan.topology.num_nodes <= _LOOKED_UP)
 
 
 def encode_orders(orders: Mapping[str, Any]) -> bytes:

@@ -20,6 +20,7 @@ from typing import Any
 from dslaunch.core.command import Command, looks_secret
 from dslaunch.core.topology import Host, is_this_machine
 from dslaunch.launch import agent, probe, ssh
+from dslaunch.launch.carried import LOADER, packed
 from dslaunch.launch.orders import encode_orders, forwarded
 from dslaunch.launch.text import printable
 
@@ -251,7 +252,7 @@ def _answering(
     host = hosts[node_rank]
     is_local = is_this_machine(host.name)
     stdin = _packed_probe() + encode_orders(_orders(hosts, node_rank, request, is_local=is_local))
-    local = Command(argv=(sys.executable, "-I", "-S", "-c", ssh.LOADER), stdin=stdin)
+    local = Command(argv=(sys.executable, "-I", "-S", "-c", LOADER), stdin=stdin)
     command = local if is_local else ssh.build_command(host, stdin)
     for attempt in range(1, _TRIES + 1):
         program = _Program(command, timeout_s)
@@ -327,4 +328,4 @@ def _orders(
 @cache
 def _packed_probe() -> bytes:
     ours, theirs = (Path(str(module.__file__)).read_text("utf-8") for module in (probe, agent))
-    return ssh.packed(_BUNDLE.format(agent=theirs, probe=ours).encode())
+    return packed(_BUNDLE.format(agent=theirs, probe=ours).encode())

