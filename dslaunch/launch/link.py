@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dslaunch.core.command import Command
@@ -39,6 +39,9 @@ class AgentLink:
         self.heard_at = time.monotonic()
         self.groups: set[int] = set()  # process groups of ranks that run, for when the agent dies
         self.stderr = b""
+        self.on_unsent: Callable[[AgentLink], object] = (
+            id  # told when :attr:`has_unsent` may have become true
+        )
         self._buffer = b""
         self._outbox = bytearray()
         self._unacked = 0
@@ -173,6 +176,8 @@ class AgentLink:
     def _write(self, data: bytes) -> None:
         self._outbox += data
         self.flush()
+        if self._outbox:
+            self.on_unsent(self)
 
     def _close_stdin(self) -> None:
         assert self.process.stdin is not None

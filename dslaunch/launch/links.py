@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import selectors
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from dslaunch.launch.link import AgentLink
 
 
 class Links:
-    """Reads what the agents say and sends what waits for them. ``opened``: may still say something."""
+    """Reads what the agents say and sends what waits for them. ``opened``: may still say something.
+
+    What is to be done for one of them costs the same however many there are.
+    """
 
     def __init__(self, wake_fd: int, on_wake: Callable[[], None]) -> None:
         self._all: list[AgentLink] = []
@@ -19,6 +23,8 @@ class Links:
         self._selector.register(wake_fd, selectors.EVENT_READ, None)
         self._on_wake = on_wake
         self._writing: set[int] = set()
+        self._unsent: set[AgentLink] = set()
+        self._acks: deque[AgentLink] = deque()
         self.opened: set[AgentLink] = set()
 
     def __iter__(self) -> Iterator[AgentLink]:
@@ -28,6 +34,8 @@ class Links:
         """Watch ``link``; ``read_events`` reads its stdout and returns False at its end."""
         self._all.append(link)
         self.opened.add(link)
+        link.on_unsent = self._unsent.add
+        self._unsent.add(link)
         self._selector.register(link.stdout_fd, selectors.EVENT_READ, (link, read_events))
         self._selector.register(link.stderr_fd, selectors.EVENT_READ, (link, AgentLink.read_stderr))
 
@@ -46,8 +54,12 @@ class Links:
                 self._selector.unregister(key.fd)
                 if key.fd == link.stdout_fd:
                     self.opened.discard(link)
-        for link in self._all:
-            link.send_ack()
+        while self._acks:
+            self._acks.popleft().send_ack()
+
+    def send_ack_soon(self, link: AgentLink) -> None:
+        """Send what :meth:`AgentLink.send_ack` does, in the next :meth:`wait`. For any thread."""
+        self._acks.append(link)
 
     def beat(self, silent_since: float) -> list[AgentLink]:
         """Show the agents elsewhere that we live; those of which nothing has come since then."""
@@ -58,7 +70,8 @@ class Links:
 
     def _watch_writes(self) -> None:
         """Wait for the agents' stdin to take more only where something is still to be sent."""
-        unsent = [link for link in self.opened if link.has_unsent]
+        self._unsent.difference_update([link for link in self._unsent if not link.has_unsent])
+        unsent = self._unsent & self.opened
         wanted = {link.stdin_fd: link for link in unsent if link.stdin_fd is not None}
         for fd in self._writing - set(wanted):
             with contextlib.suppress(KeyError, ValueError):  # closed by now

@@ -10,7 +10,8 @@ from typing import Any, BinaryIO
 
 from dslaunch.core.run_dir import RunDir
 from dslaunch.launch.folding import NEVER, BarFilter, LineFolder
-from dslaunch.launch.terminal import StreamWriter
+from dslaunch.launch.terminal import StreamWriter, is_same_terminal, is_terminal
+from dslaunch.launch.text import printable
 from dslaunch.launch.verdict import Outcome, render_end
 
 _REMEMBERED = 100  # lines of a rank's stderr: more than its last words have
@@ -23,7 +24,10 @@ class Screen:
     """
 
     def __init__(self, out: BinaryIO, err: BinaryIO, run_dir: str) -> None:
-        self._out, self._err = StreamWriter(out), StreamWriter(err)
+        self._err = StreamWriter(err)
+        self._out = self._err if is_same_terminal(out, err) else StreamWriter(out)
+        self._out_stream = out
+        self.is_terminal = is_terminal(err)
         self._run_dir = RunDir(Path(run_dir))
         self._shown: dict[int, deque[str]] = {}  # by rank: lines of stderr that the user has seen
         self._folder = LineFolder(self._err.write)
@@ -39,6 +43,10 @@ class Screen:
         if self._bars is not None and (text := self._bars.tick(now)):
             self._err.write(text)
 
+    def show_status(self, text: str) -> None:
+        """A line that stays the last one; only on a terminal."""
+        self._err.show_status(printable(text))
+
     def say(self, text: str) -> None:
         """A line of our own on stderr."""
         self._folder.flush()
@@ -48,10 +56,12 @@ class Screen:
         """Bytes of rank 0, to the stream that they were written to; ``on_written`` gets their number."""
         data = event["data"].encode("utf-8", "surrogateescape")
         size = len(data)
-        writer = self._out if event["stream"] == "stdout" else self._err
-        if writer is self._err and self._bars is not None:
+        if event["stream"] == "stdout":
+            self._out.write(data, lambda: on_written(size), self._out_stream)
+            return
+        if self._bars is not None:
             data = self._bars.feed(data, time.monotonic())
-        writer.write(data, lambda: on_written(size))
+        self._err.write(data, lambda: on_written(size))
 
     def show_error_line(
         self, host: str, event: dict[str, Any], on_written: Callable[[int], None], *, hidden: bool
@@ -67,6 +77,7 @@ class Screen:
 
     def show_end(self, outcome: Outcome) -> None:
         """The last block on stderr."""
+        self._err.show_status("")
         self.tick()
         first = -1 if outcome.first_failure is None else outcome.first_failure.rank
         # Of rank 0 all was shown as it came, of the others single lines.
@@ -76,6 +87,7 @@ class Screen:
 
     def close(self, give_up: Callable[[], bool]) -> None:
         """Wait until all is written, or ``give_up()`` turns true."""
+        self._err.show_status("")
         self.tick()
         self._out.close(give_up)
         if self._out.problem is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 import time
 import uuid
@@ -32,6 +33,7 @@ LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any], Mapping[str, str]], Comm
 _WORTH_ANOTHER_TRY = {"ssh": ssh.WORTH_ANOTHER_TRY, "slurm": slurm.WORTH_ANOTHER_TRY}
 
 _FANOUT = 64  # agents that may be connecting at once
+_LEAST_FANOUT = 8  # where hosts, or a jump host before them, turn connections away
 _ANSWER_S = 60.0  # for a host to answer; counted anew with each one that does
 _TRIES = 3
 _SHOWN = 8
@@ -63,7 +65,7 @@ class HostsUnusable(EnvironmentNotReady):
 class Startup:
     """What has been heard of each host so far, and what is still to be done before ranks can start.
 
-    ``deadline``: when hosts that have not answered count as unusable (monotonic time).
+    Nothing here walks over all hosts at an event of one.
     """
 
     def __init__(self, plan: LaunchPlan) -> None:
@@ -73,13 +75,17 @@ class Startup:
         self.keep_fds: Sequence[int] = ()
         self.witness: Mapping[str, str] | None = None
         self.has_started = False
-        self.deadline = float("inf")
-        self._waiting = deque(enumerate(plan.topology.hosts))
+        self._answer_by = float("inf")
+        self._waiting = deque(range(plan.topology.num_nodes))
+        self._retries: list[tuple[float, int]] = []  # a heap: when, node rank
+        self._fanout = _FANOUT
         self._tries: Counter[int] = Counter()
         self._links: dict[int, AgentLink] = {}
+        self._node_ranks: dict[AgentLink, int] = {}
+        self._connecting: set[int] = set()
+        self._awaited = set(range(plan.topology.num_nodes))  # hosts that are not done with this step
         self._ready: dict[int, dict[str, Any]] = {}
         self._ready_hosts: dict[int, ReadyHost] = {}
-        self._reached: set[int] = set()
         self._asked_to_reach = False
         self._unusable: dict[str, tuple[str, str | None]] = {}
 
@@ -94,21 +100,32 @@ class Startup:
         self.environ, self.leased_port = environ, leased_port
         self.keep_fds, self.witness = keep_fds, witness
 
+    @property
+    def deadline(self) -> float:
+        """When to call :meth:`note_silent` and :meth:`start_agents` (monotonic time)."""
+        return min(self._answer_by, self._retries[0][0] if self._retries else float("inf"))
+
     # --- agents ---------------------------------------------------------------------------------
+
+    @property
+    def is_retrying(self) -> bool:
+        """Whether an agent is to be started again, after a moment."""
+        return bool(self._retries)
 
     def start_agents(self) -> list[AgentLink]:
         """Start the agents that may connect now."""
         started = []
-        connecting = sum(not link.said_hello for link in self._links.values())
-        while self._waiting and connecting < _FANOUT:
-            node_rank, host = self._waiting.popleft()
+        while self._retries and self._retries[0][0] <= time.monotonic():
+            self._waiting.append(heapq.heappop(self._retries)[1])
+        while self._waiting and len(self._connecting) < self._fanout:
+            node_rank = self._waiting.popleft()
             self._tries[node_rank] += 1
-            link = self._connect(node_rank, host)
-            self._links[node_rank] = link
+            link = self._connect(node_rank, self.plan.topology.hosts[node_rank])
+            self._links[node_rank], self._node_ranks[link] = link, node_rank
+            self._connecting.add(node_rank)
             started.append(link)
-            connecting += 1
         if started:
-            self.deadline = time.monotonic() + _ANSWER_S
+            self._answer_by = time.monotonic() + _ANSWER_S
         return started
 
     def _connect(self, node_rank: int, host: Host) -> AgentLink:
@@ -124,62 +141,82 @@ class Startup:
 
     def try_again(self, link: AgentLink) -> bool:
         """Whether an agent that was lost before its first word is started anew: we were turned away."""
-        node_rank = self._node_rank(link)
+        node_rank = self._node_ranks[link]
         worth = any(text in link.stderr for text in _WORTH_ANOTHER_TRY.get(self.plan.via, ()))
         if link.is_local or link.said_hello or not worth or self._tries[node_rank] >= _TRIES:
             return False
-        del self._links[node_rank]
-        time.sleep(random.uniform(0.1, 0.5) * self._tries[node_rank])  # nothing runs yet that could wait
-        self._waiting.append((node_rank, link.host))
+        del self._links[node_rank], self._node_ranks[link]
+        self._connecting.discard(node_rank)
+        self._fanout = max(_LEAST_FANOUT, self._fanout // 2)
+        delay_s = random.uniform(0.1, 0.5) * self._tries[node_rank]
+        heapq.heappush(self._retries, (time.monotonic() + delay_s, node_rank))
         return True
 
     # --- what is heard --------------------------------------------------------------------------
 
+    def note_hello(self, link: AgentLink) -> None:
+        link.said_hello = True
+        self._connecting.discard(self._node_ranks[link])
+
     def note_ready(self, link: AgentLink, facts: dict[str, Any]) -> None:
-        node_rank = self._node_rank(link)
+        node_rank = self._node_ranks[link]
         self._ready[node_rank] = facts
         self._ready_hosts[node_rank] = ready_host(link.host.name, len(link.host.slots), facts, time.time())
-        self.deadline = time.monotonic() + _ANSWER_S
+        self._awaited.discard(node_rank)
+        self._answer_by = time.monotonic() + _ANSWER_S
 
     def note_reached(self, link: AgentLink, problem: str | None) -> None:
-        self._reached.add(self._node_rank(link))
+        self._awaited.discard(self._node_ranks[link])
         if problem is not None:
             addr, port = self.meeting_point()
             hint = (
                 "open the firewall between the hosts, or give the address on another network: --master-addr"
             )
             first = self.plan.topology.hosts[0].name
-            self.note_unusable(link.host, f"cannot reach {first} at {addr} port {port}: {problem}", hint)
+            self.note_unusable(link, f"cannot reach {first} at {addr} port {port}: {problem}", hint)
 
-    def note_unusable(self, host: Host, why: str, hint: str | None) -> None:
-        self._unusable.setdefault(host.name, (why, hint))
+    def note_unusable(self, link: AgentLink, why: str, hint: str | None) -> None:
+        node_rank = self._node_ranks[link]
+        self._awaited.discard(node_rank)
+        self._connecting.discard(node_rank)
+        self._unusable.setdefault(link.host.name, (why, hint))
 
     def note_silent(self) -> list[AgentLink]:
         """Hosts that have not answered in time are unusable; their links."""
-        self.deadline = float("inf")
-        silent = [link for node_rank, link in self._links.items() if not self._has_answered(node_rank)]
+        if time.monotonic() < self._answer_by:
+            return []
+        self._answer_by = float("inf")
+        silent = [self._links[node_rank] for node_rank in sorted(self._awaited) if node_rank in self._links]
         for link in silent:
             words = printable(link.stderr.decode("utf-8", "replace").strip()[-500:])
             said = f"; it said: {words}" if words else ""
-            self.note_unusable(link.host, f"no answer within {_ANSWER_S:g} s{said}", None)
+            self.note_unusable(link, f"no answer within {_ANSWER_S:g} s{said}", None)
         return silent
 
-    def _has_answered(self, node_rank: int) -> bool:
-        if self._links[node_rank].host.name in self._unusable:
-            return True
-        return node_rank in (self._reached if self._asked_to_reach and node_rank else self._ready)
+    def describe_wait(self) -> str | None:
+        """Which hosts the start waits for, e.g. ``2 of 3 hosts have answered; waiting for node3``."""
+        if self.has_started or not self._awaited:
+            return None
+        hosts = self.plan.topology.hosts
+        total = len(hosts) - self._asked_to_reach
+        done = f"reached {hosts[0].name}" if self._asked_to_reach else "answered"
+        names = [hosts[node_rank].name for node_rank in sorted(self._awaited)]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        waiting = f"waiting for {', '.join(names[:_SHOWN])}{more}"
+        return waiting if total == 1 else f"{total - len(names)} of {total} hosts have {done}; {waiting}"
 
     # --- going on -------------------------------------------------------------------------------
 
     def advance(self) -> bool:
         """Take the next step where all hosts are done with this one; False where some are not."""
-        if self.has_started or self._waiting or not all(map(self._has_answered, self._links)):
+        if self.has_started or self._awaited:
             return False
         if self._unusable:
             return True
         if not self._asked_to_reach and self.plan.topology.num_nodes > 1:
             self._asked_to_reach = True
-            self.deadline = time.monotonic() + _ANSWER_S
+            self._awaited = set(range(1, self.plan.topology.num_nodes))
+            self._answer_by = time.monotonic() + _ANSWER_S
             addr, port = self.meeting_point()
             for node_rank, link in self._links.items():
                 if node_rank > 0:
@@ -190,7 +227,7 @@ class Startup:
 
     def _start_ranks(self) -> None:
         self.has_started = True
-        self.deadline = float("inf")
+        self._answer_by = float("inf")
         addr, port = self.meeting_point()
         env = {"MASTER_ADDR": addr, "MASTER_PORT": str(port)}
         for link in self._links.values():
@@ -199,7 +236,8 @@ class Startup:
     def give_up(self) -> None:
         """Start nothing more."""
         self._waiting.clear()
-        self.deadline = float("inf")
+        self._retries.clear()
+        self._answer_by = float("inf")
 
     def meeting_point(self) -> tuple[str, int]:
         """MASTER_ADDR and MASTER_PORT, as the agent on host 0 found them."""
@@ -229,9 +267,6 @@ class Startup:
         if len(hosts) == self.plan.topology.num_nodes:
             return None
         return f"leave out what cannot be used: --exclude {'@'.join(hosts)}"
-
-    def _node_rank(self, link: AgentLink) -> int:
-        return next(node_rank for node_rank, known in self._links.items() if known is link)
 
 
 def describe_lost_agent(link: AgentLink) -> str:

@@ -19,7 +19,6 @@ from dslaunch.launch.link import AgentLink
 from dslaunch.launch.links import Links
 from dslaunch.launch.orders import is_elsewhere
 from dslaunch.launch.ports import lease_port
-from dslaunch.launch.progress import ProgressReader
 from dslaunch.launch.ready import check_ready
 from dslaunch.launch.screen import Screen
 from dslaunch.launch.signals import FORWARD, SignalInbox, means_kill
@@ -27,6 +26,7 @@ from dslaunch.launch.startup import Startup, describe_lost_agent, lay_witness
 from dslaunch.launch.terminal import SafeEvents
 from dslaunch.launch.text import printable
 from dslaunch.launch.verdict import Outcome, RankEnd, describe_briefly, list_ranks
+from dslaunch.launch.watch import Watch
 
 _AGENT_SLACK_S = 20.0  # an agent that has been told to stop and is silent this much longer is killed
 _LEFTOVERS_SHOWN = 5
@@ -85,9 +85,10 @@ class _Launch:
     ) -> None:
         self.plan, self.own_worker = plan, own_worker
         self.signals, self.events, self.screen = signals, events, screen
+        self._say = screen.say
         self.cause = Cause()
         self.startup = Startup(plan)
-        self.progress = ProgressReader(RunDir(Path(plan.run_dir))) if own_worker else None
+        self.watch = Watch(plan, self.startup, screen, own_worker=own_worker)
         self.links = Links(signals.fd, signals.drain)
         self.started_at = time.monotonic()
         self.pids: dict[int, int] = {}
@@ -127,6 +128,7 @@ class _Launch:
         )
         self._handle_signals()
         if not self.cause.is_known:
+            self.watch.say_what_is_known()
             self._start_agents()
 
     def _start_agents(self) -> None:
@@ -135,9 +137,9 @@ class _Launch:
             self.links.add(link, self._read_events)
 
     def serve(self) -> None:
-        while self.links.opened:
+        while self.links.opened or self.startup.is_retrying:
             deadlines = (self.checkpoint_deadline, self.kill_agents_at, self.startup.deadline, self.next_beat)
-            self.links.wait(min(*deadlines, self.screen.deadline))
+            self.links.wait(min(*deadlines, self.watch.deadline))
             self._handle_signals()
             self._check_deadlines()
 
@@ -156,7 +158,7 @@ class _Launch:
     # --- what agents report ---------------------------------------------------------------------
 
     def _on_hello(self, link: AgentLink, event: dict[str, Any]) -> None:
-        link.said_hello = True
+        self.startup.note_hello(link)
         self.events.write("host_up", host=link.host.name, node=event["node"], python=event["python"])
         self._start_agents()
 
@@ -193,7 +195,7 @@ class _Launch:
     def _on_refused(self, link: AgentLink, event: dict[str, Any]) -> None:
         message = printable(event["message"])
         if not self.startup.has_started:
-            self.startup.note_unusable(link.host, message, event["hint"])
+            self.startup.note_unusable(link, message, event["hint"])
             self._go_on_starting()
             return
         tail = "what had started was stopped" if self.pids else "nothing was started"
@@ -270,7 +272,7 @@ class _Launch:
                 self._start_agents()
                 return
             self.events.write("host_lost", host=link.host.name, how=how)
-            self.startup.note_unusable(link.host, how, None)
+            self.startup.note_unusable(link, how, None)
             self._start_agents()
             self._go_on_starting()
             return
@@ -322,10 +324,12 @@ class _Launch:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        self.screen.tick(now)
+        ranks_up, is_ending = len(self.pids) - len(self.ends), self.cause.is_known
+        self.watch.tick(now, hosts_up=len(self.links.opened), ranks_up=ranks_up, is_ending=is_ending)
         if now >= self.startup.deadline:
             for link in self.startup.note_silent():
                 link.kill()
+            self._start_agents()
             self._go_on_starting()
         if now >= self.next_beat:
             self._beat(now)
@@ -360,8 +364,6 @@ class _Launch:
         if cause.refusal is not None:
             self.events.write("launch_end", exit_code=cause.refusal.exit_code, refused=cause.refusal.message)
             raise cause.refusal
-        if self.progress is not None:
-            self.progress.read()
         outcome = Outcome(
             ends=tuple(self.ends[rank] for rank in sorted(self.ends)),
             first_failure=cause.first_failure,
@@ -370,7 +372,7 @@ class _Launch:
             late=cause.late,
             num_ranks=self.plan.topology.world_size,
             own_worker=self.own_worker,
-            progress=None if self.progress is None else self.progress.progress,
+            progress=self.watch.read_progress(),
         )
         self.events.write("launch_end", exit_code=outcome.exit_code)
         if self.events.problem:
@@ -389,10 +391,8 @@ class _Launch:
 
     def _note_written(self, link: AgentLink, num_bytes: int) -> None:
         if link.note_written(num_bytes):  # in a writer's thread
+            self.links.send_ack_soon(link)
             self.signals.wake()
 
     def _log_path(self, rank: int) -> Path:
         return RunDir(Path(self.plan.run_dir)).rank_log(rank)
-
-    def _say(self, text: str) -> None:
-        self.screen.say(text)

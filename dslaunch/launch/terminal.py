@@ -18,24 +18,54 @@ from dslaunch.core.events import JsonlWriter
 from dslaunch.launch.symptoms import recognise
 from dslaunch.launch.verdict import RankEnd, describe_code
 
+_ERASE = b"\r\x1b[K"
+_Item = tuple[bytes, "Callable[[], None] | None", BinaryIO]
+
+
+def is_terminal(stream: BinaryIO) -> bool:
+    """Whether lines on it can be erased again."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def is_same_terminal(one: BinaryIO, other: BinaryIO) -> bool:
+    """Whether what is written to both comes out on one screen."""
+    if not (one.isatty() and other.isatty()):
+        return False
+    return os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev
+
 
 class StreamWriter:
     """Writes chunks in order, in a thread. A reader that went away costs output, not the run.
 
     ``problem`` says why not all could be written (a full disk); a reader that went away is none.
+    On a terminal, :meth:`show_status` keeps a last line there that gives way to all else.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self._queue: queue.SimpleQueue[tuple[bytes, Callable[[], None] | None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._broken = False
+        self._status = ""
+        self._drawn = ""
+        self._column = False  # whether the cursor stands behind text, where no status may go
         self.problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="dslaunch-writer", daemon=True)
         self._thread.start()
 
-    def write(self, data: bytes, on_written: Callable[[], None] | None = None) -> None:
-        """Queue ``data``; ``on_written`` is called, in the thread, once it is out (or given up)."""
-        self._queue.put((data, on_written))
+    def write(
+        self, data: bytes, on_written: Callable[[], None] | None = None, stream: BinaryIO | None = None
+    ) -> None:
+        """Queue ``data``; ``on_written`` is called, in the thread, once it is out (or given up).
+
+        ``stream``: another one to write it to, which ends at the same terminal.
+        """
+        self._queue.put((data, on_written, stream or self._stream))
+
+    def show_status(self, text: str) -> None:
+        """Show ``text`` (of printable characters) below all that is written, in place of the one before."""
+        if text != self._status:
+            self._status = text
+            self._queue.put((b"", None, self._stream))
 
     def close(self, give_up: Callable[[], bool]) -> None:
         """Wait until all is written, or ``give_up()`` turns true."""
@@ -45,21 +75,38 @@ class StreamWriter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            data, on_written = item
-            if not self._broken:
-                self._write(data)
+            data, on_written, stream = item
+            status = self._status
+            if not self._broken and (data or status != self._drawn):
+                self._write(data, stream, status)
             if on_written is not None:
                 on_written()
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes, stream: BinaryIO, status: str) -> None:
+        self._column = not data.endswith(b"\n") if data else self._column
+        before = _ERASE if self._drawn else b""
+        self._drawn = "" if self._column else status
+        after = self._fit(self._drawn) if self._drawn else b""
         try:
-            self._stream.write(data)
-            self._stream.flush()
+            if stream is self._stream:
+                data, before, after = before + data + after, b"", b""
+            for part, to in ((before, self._stream), (data, stream), (after, self._stream)):
+                if part:
+                    to.write(part)
+                    to.flush()
         except (OSError, ValueError) as error:
             self._broken = True
             if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
                 self.problem = error.strerror
             self._discard_rest()
+
+    def _fit(self, text: str) -> bytes:
+        """So much of it as has room in one line."""
+        try:
+            columns = os.get_terminal_size(self._stream.fileno()).columns or 80
+        except OSError:
+            columns = 80
+        return text[: max(0, columns - 1)].encode("utf-8", "replace")
 
     def _discard_rest(self) -> None:
         # What is left in the stream's buffer would fail again when Python exits.

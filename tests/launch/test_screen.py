@@ -1,0 +1,111 @@
+"""What is drawn on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Sequence
+from pathlib import Path
+
+from dslaunch.core.events import JsonlWriter
+from dslaunch.core.plan import LaunchPlan
+from dslaunch.core.topology import local_topology
+from dslaunch.launch.screen import Screen
+from dslaunch.launch.startup import Startup
+from dslaunch.launch.watch import Watch
+from tests.launch.launching import python
+
+ERASE = "\r\x1b[K"
+
+
+def on_terminal(folder: Path, code: str, *flags: str, columns: int = 100, out: bool = True) -> str:
+    """All that two ranks' launch writes to a terminal; ``out``: its stdout goes there too."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    run = [sys.executable, "-m", "dslaunch", "launch", *flags, "--run-dir", str(folder / "run")]
+    process = subprocess.Popen(
+        [*run, "--num-gpus-per-node", "2", "--", *python(code)],
+        cwd=folder, stdin=subprocess.DEVNULL, stderr=theirs, stdout=theirs if out else subprocess.DEVNULL,
+        env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    data = b""
+    with contextlib.suppress(OSError):  # how the end of a terminal reads
+        while more := os.read(ours, 65536):
+            data += more
+    os.close(ours)
+    assert process.wait(60) == 0, data
+    return data.decode().replace("\r\n", "\n")
+
+
+def left_on(text: str) -> list[str]:
+    """The lines that stay: erased ones do not."""
+    lines = []
+    for line in text.split("\n"):
+        lines.append(line.rpartition(ERASE)[2])
+    return lines
+
+
+def test_a_status_line_that_gives_way(tmp_path: Path) -> None:
+    text = on_terminal(tmp_path, "for i in range(4): print('step', i); time.sleep(0.3 if rank else 0.7)")
+    assert "2 of 2 ranks up, 0:00:0" in text
+    assert "1 of 2 ranks up, 0:00:0" in text
+    assert left_on(text)[2:] == ["step 0", "step 1", "step 2", "step 3", ""]
+    assert text.count(" up, ") <= 12  # twice a second, and anew below each line
+
+
+def test_it_is_cut_to_the_terminal(tmp_path: Path) -> None:
+    text = on_terminal(tmp_path, "time.sleep(1.5)", columns=12)
+    assert f"2 of 2 rank{ERASE}" in text
+
+
+def test_it_stays_out_of_an_unfinished_line(tmp_path: Path) -> None:
+    code = "if rank == 0:\n  for i in range(5): sys.stderr.write(f'\\r{i}%'); time.sleep(0.4)\n  print()"
+    text = on_terminal(tmp_path, code)
+    assert "\r0%\r1%\r2%\r3%\r4%\n" in text
+
+
+def test_none_with_quiet(tmp_path: Path) -> None:
+    assert on_terminal(tmp_path, "time.sleep(1.2)", "-q", out=False) == ""
+
+
+class Recorded(Screen):
+    """A screen on a terminal that keeps the states of its line."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.states: list[str] = []
+        with (run_dir / "null").open("wb") as null:
+            super().__init__(null, null, str(run_dir))
+        self.is_terminal = True
+
+    def show_status(self, text: str) -> None:
+        self.states.append(text)
+
+
+def states(run_dir: Path, ticks: Sequence[tuple[int, bool]]) -> list[str]:
+    plan = LaunchPlan(argv=("x",), topology=local_topology(8), run_dir=str(run_dir), cwd="/")
+    start, screen = Startup(plan), Recorded(run_dir)
+    watch = Watch(plan, start, screen, own_worker=True)
+    events, metrics = JsonlWriter(run_dir / "events.jsonl"), JsonlWriter(run_dir / "metrics.jsonl")
+    watch.tick(watch.deadline, hosts_up=1, ranks_up=0, is_ending=False)
+    start.has_started = True
+    events.write("train_start", step=0, total_steps=100)
+    for ranks_up, is_ending in ticks:
+        watch.tick(watch.deadline, hosts_up=1, ranks_up=ranks_up, is_ending=is_ending)
+        metrics.write("train", step=12, loss=2.34567, tokens_per_s=12345.6)
+    return screen.states
+
+
+def test_its_words(tmp_path: Path) -> None:
+    assert states(tmp_path, [(8, False), (8, False), (3, True)]) == [
+        "waiting for localhost",
+        "8 of 8 ranks up, 0:00:01",
+        "8 of 8 ranks up, step 12 of 100, loss 2.346, 12,346 tokens/s, 0:00:01",
+        "stopping: 3 of 8 ranks up, step 12 of 100, loss 2.346, 12,346 tokens/s, 0:00:02",
+    ]

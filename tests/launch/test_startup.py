@@ -1,0 +1,109 @@
+"""The start over many hosts, each an agent of this machine under an invented name."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dslaunch.core.command import Command
+from dslaunch.core.plan import LaunchPlan
+from dslaunch.core.topology import Host, Topology
+from dslaunch.launch import agent, startup, watch
+from dslaunch.launch.orders import encode_orders
+from dslaunch.launch.startup import HostsUnusable
+from dslaunch.launch.supervisor import supervise
+from tests.launch.launching import python
+
+Supervise = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
+    """``start(num_hosts, before, code)``: the exit code and stderr of a launch by "ssh".
+
+    ``before`` is what sh does on a host before the agent, by the host's name.
+    """
+
+    def run(num_hosts: int, before: Mapping[str, str], code: str = "") -> tuple[int, str]:
+        def build(host: Host, orders: dict[str, Any], *_: Any) -> Command:
+            script = f'{before.get(host.name, "")}\nexec "$0" -I -S "$1"'
+            argv = ("sh", "-c", script, sys.executable, agent.__file__)
+            return Command(argv=argv, stdin=encode_orders(orders))
+
+        monkeypatch.setitem(startup.LAUNCHERS, "ssh", build)  # type: ignore[arg-type]
+        hosts = tuple(Host(name=f"node{i}.invalid", slots=("0",)) for i in range(1, num_hosts + 1))
+        plan = LaunchPlan(
+            argv=tuple(python(code)), topology=Topology(hosts=hosts), run_dir=str(tmp_path / "run"),
+            cwd=str(tmp_path), via="ssh", master_addr="127.0.0.1",
+        )  # fmt: skip
+        err = io.BytesIO()
+        try:
+            exit_code = supervise(plan, events=None, out=io.BytesIO(), err=err).exit_code
+        except HostsUnusable as error:
+            return error.exit_code, err.getvalue().decode() + error.message
+        return exit_code, err.getvalue().decode()
+
+    return run
+
+
+def test_more_dead_hosts_than_may_connect_at_once(start: Supervise) -> None:
+    num_hosts = startup._FANOUT + 10
+    dead = {f"node{i}.invalid": "echo no route >&2; exit 255" for i in range(2, num_hosts + 1)}
+    code, said = start(num_hosts, dead)
+    assert code == 3
+    assert f"{num_hosts - 1} of {num_hosts} hosts cannot be used; nothing was started:" in said
+    assert "node2.invalid: the connection to node2.invalid ended: no route" in said
+
+
+def test_a_host_that_turns_us_away_is_tried_again_in_a_moment(start: Supervise, tmp_path: Path) -> None:
+    once = f"mkdir {tmp_path}/tried 2>/dev/null && {{ echo Connection refused >&2; exit 255; }}"
+    code, said = start(1, {"node1.invalid": once}, "touch('ran')")
+    assert code == 0, said
+    assert "the connection to node1.invalid ended: Connection refused; trying again" in said
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_host_that_turns_us_away_for_good(start: Supervise, tmp_path: Path) -> None:
+    never = f"echo x >> {tmp_path}/tries; echo Connection refused >&2; exit 255"
+    code, said = start(3, {"node2.invalid": never})
+    assert code == 3
+    assert said.count("trying again") == 2
+    assert "host node2.invalid: the connection to node2.invalid ended: Connection refused" in said
+    assert (tmp_path / "tries").read_text().count("x") == 3
+
+
+def test_fewer_connect_at_once_where_some_are_turned_away(tmp_path: Path) -> None:
+    hosts = tuple(Host(name=f"node{i}.invalid", slots=("0",)) for i in range(100))
+    plan = LaunchPlan(argv=("x",), topology=Topology(hosts=hosts), run_dir="/r", cwd="/", via="ssh")
+    begin = startup.Startup(plan)
+    argv = ("sh", "-c", "echo Connection refused >&2; exit 255")
+    begin._connect = lambda node_rank, host: startup.AgentLink(  # type: ignore[method-assign]
+        host, Command(argv=argv), is_local=False
+    )
+    links = begin.start_agents()
+    assert len(links) == startup._FANOUT
+    for link in links:
+        link.process.wait()
+        link.read_stderr()
+        assert begin.try_again(link)
+        link.close(1.0)
+    time.sleep(0.6)
+    again = begin.start_agents()
+    assert len(again) == startup._LEAST_FANOUT
+    for link in again:
+        link.close(1.0)
+
+
+def test_it_is_said_which_hosts_are_waited_for(start: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_FIRST_WAIT_S", 0.8)
+    code, said = start(3, {"node2.invalid": "sleep 2"})
+    assert code == 0
+    assert said == "dslaunch: 2 of 3 hosts have answered; waiting for node2.invalid\n"
+    monkeypatch.setenv("DSLAUNCH_VERBOSE", "-1")
+    assert start(3, {"node2.invalid": "sleep 2"}) == (0, "")
