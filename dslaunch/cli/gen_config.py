@@ -42,6 +42,7 @@ _LENGTH = ("scheduler", "num_samples", "num_train_epochs", "max_steps", "warmup_
     "--warmup-ratio", type=click.FloatRange(0, 1), metavar="R", help="Or their share (default 0.03)."
 )
 @options.training_options
+@options.offload_options
 @options.cluster_options
 @options.template_option
 @options.set_option

@@ -122,6 +122,10 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()  # or a full disk would show only after the exit code is chosen
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption):
+            from dslaunch.cli.unknown_option import explain
+
+            error = explain(error, args)
         error.show()
         return error.exit_code
     except click.exceptions.Exit as stop:

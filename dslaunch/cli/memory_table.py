@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from dslaunch.config.memory.items import Item
     from dslaunch.config.memory.planner import MemoryPlan
 
+_ROOMIER = 0.95  # of what is needed now
+
 
 def table(memory: Memory, shown: int) -> list[str]:
     """What a device, a host and a checkpoint take, what surprises, the verdict, what else could be done."""
@@ -32,8 +34,7 @@ def table(memory: Memory, shown: int) -> list[str]:
         *_surprises(memory),
         *_verdict(memory),
     ]
-    lines += ["alternatives, best first:"] if memory.alternatives else []
-    return lines + [_alternative(alternative) for alternative in memory.alternatives[:shown]]
+    return [*lines, *_alternatives(memory, shown)]
 
 
 def gib(size: int) -> str:
@@ -95,11 +96,32 @@ def _what_would_fit(memory: Memory) -> list[str]:
             gib(size).strip() for size in (nearest.plan.total_bytes, nearest.plan.host_peak_bytes)
         )
         where = f"{device} on each device, {host} of each host's RAM"
-        return [f"nearest that fits: {', '.join(nearest.changes)} ({where})"]
+        return [f"nearest that fits: {' '.join(nearest.changes)} ({where})"]
     if not memory.larger:
         return ["nothing tried here fits: neither shorter samples nor adapters nor 64 hosts like these"]
-    found = [f"  {', '.join(change.changes)} ({change.price})" for change in memory.larger]
+    found = [f"  {' '.join(change.changes)} ({change.price})" for change in memory.larger]
     return ["no stage, offload, checkpointing or micro-batch makes it fit; these would:", *found]
+
+
+def _alternatives(memory: Memory, shown: int) -> list[str]:
+    """What is better: where the plan fits, only what is faster or leaves more room, and fits as well."""
+    from dslaunch.config.memory.alternatives import cost_of
+
+    found, head = memory.alternatives, "alternatives, best first:"
+    if memory.plan.fits:
+        cost, needed = cost_of(memory.setup), needed_bytes(memory.plan)
+        found = [
+            other
+            for other in found
+            if other.plan.fits and (other.cost < cost or needed_bytes(other.plan) < _ROOMIER * needed)
+        ]
+        head = "this fits; cheaper or roomier:"
+    return [head, *map(_alternative, found[:shown])] if found else []
+
+
+def needed_bytes(plan: MemoryPlan) -> int:
+    """Of a device, or on CPUs of a host."""
+    return plan.host_peak_bytes if plan.on_cpu else plan.total_bytes
 
 
 def _alternative(alternative: Alternative) -> str:
@@ -107,4 +129,5 @@ def _alternative(alternative: Alternative) -> str:
     word = {True: "fits", False: "does not fit", None: "needs"}[plan.fits]
     binds = alternative.binds()
     where = f"{binds['item']}, host" if binds["where"] == "host" else binds["item"]
-    return f"  {word:<13} {gib(plan.total_bytes)}  {', '.join(alternative.changes)} ({where})"
+    word = f"{word}, tight" if plan.tight else word
+    return f"  {word:<13} {gib(needed_bytes(plan))}  {' '.join(alternative.changes)} ({where})"

@@ -143,6 +143,16 @@ def training_options(function: F) -> F:
     return _apply(options, function)
 
 
+def offload_options(function: F) -> F:
+    """--offload-optimizer --offload-param."""
+    where = click.Choice(["cpu", "auto", "none"])
+    options = [
+        click.option("--offload-optimizer", type=where, help="Optimizer states in host memory."),
+        click.option("--offload-param", type=where, help="Parameters in host memory (stage 3)."),
+    ]
+    return _apply(options, function)
+
+
 def memory_options(function: F) -> F:
     """What a memory plan depends on besides the cluster."""
     options = [
@@ -161,12 +171,7 @@ def memory_options(function: F) -> F:
         click.option(
             "--gradient-accumulation-steps", type=int, metavar="N", help="Forward passes of one step."
         ),
-        click.option(
-            "--offload-optimizer", type=click.Choice(["cpu", "auto"]), help="Optimizer states in host memory."
-        ),
-        click.option(
-            "--offload-param", type=click.Choice(["cpu", "auto"]), help="Parameters in host memory (stage 3)."
-        ),
+        offload_options,
     ]
     return _apply(options, function)
 
@@ -179,9 +184,12 @@ def flag_overrides(flags: Mapping[str, Any]) -> list[Override]:
     for name, value in flags.items():
         if value is None or value == ():
             continue
+        path = FLAG_KEYS[name]
         if name == "gpu":
             value = parse_gpu(value)
-        found.append(Override(FLAG_KEYS[name], value, "--" + name.replace("_", "-")))
+        elif name.startswith("offload_") and value == "none":
+            path, value = path[:-1], None  # the section goes, and not its device alone
+        found.append(Override(path, value, "--" + name.replace("_", "-")))
     return found
 
 

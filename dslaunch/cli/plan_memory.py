@@ -53,6 +53,7 @@ def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
         setup = setup_of_run(plan, facts)
     except ConfigError as error:
         raise ConfigError(f"adapter: {error.message}", hint=error.hint) from None
+    setup = replace(setup, zero=replace(setup.zero, written=_written_zero_keys(loaded)))
     world = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
     hosts = resolve_hosts(loaded.spec.cluster, world)
     return _plan(setup, _capacity(hosts), host_gib(loaded.spec.cluster, hosts, world))
@@ -133,8 +134,8 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
         ranks_per_host=max(len(host.slots) for host in hosts.topology.hosts),
         device_type=hosts.device_type,
     )
-    cluster = loaded.spec.cluster
-    host = host_gib(cluster, hosts, world)
+    setup = replace(setup, zero=replace(setup.zero, written=_written_zero_keys(loaded)))
+    host = host_gib(loaded.spec.cluster, hosts, world)
     memory = _plan(setup, _capacity(hosts), host)
     chosen = report.reasons.get("precision")
     batch = engine.batch
@@ -186,6 +187,12 @@ def _plan(setup: Setup, capacity_gib: float | None, host_gib: float | None) -> M
     hopeless = plan.fits is False and nearest_that_fits(alternatives) is None
     larger = larger_changes(setup, capacity_gib, host_gib) if hopeless else []
     return Memory(setup, plan, alternatives, larger)
+
+
+def _written_zero_keys(loaded: LoadedSpec[Any]) -> frozenset[str]:
+    """The keys of zero_optimization that the user wrote."""
+    block = loaded.spec.zero_optimization.model_fields_set
+    return frozenset(key for key in block if loaded.given(f"zero_optimization.{key}"))
 
 
 def _load(path: Path) -> ModelFacts:

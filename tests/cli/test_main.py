@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dslaunch.cli.main import main
 from tests.support.machine import CANNOT_RUN
 
 RUN = "model: org/model\ndata: {train: org/data}\ntrain_batch_size: 8\nprecision: fp32\n"
@@ -89,3 +90,23 @@ def test_a_place_that_may_not_be_written(tmp_path: Path, where: str) -> None:
     assert done.returncode == 3
     assert done.stderr.startswith("Error: cannot write the run directory ")
     assert "no permission to write in" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("launch", "run.yaml", "--zero-stage", "1"), "for a run file: --set zero_optimization.stage=1"),
+        (("launch", "run.yaml", "--offload-param=cpu"), "--set zero_optimization.offload_param=cpu"),
+        (("launch", "run.yaml", "--gradient-checkpointing", "x"), "--set model.gradient_checkpointing=true"),
+        (("launch", "run.yaml", "--learning-rate", "1e-4"), "--set optimizer.lr=1e-4"),
+        (("plan", "run.yaml", "--seed"), "--set seed=VALUE"),
+        (("plan", "--num-samples", "5"), "it is an option of gen-config"),
+        (("launch", "run.yaml", "--verbos"), "did you mean --verbose?"),
+        (("status", "--zzz"), "Error: No such option '--zzz'"),
+    ],
+)
+def test_an_unknown_option_says_what_sets_the_same(
+    argv: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(list(argv)) == 2
+    assert capsys.readouterr().err.rstrip().endswith(says)

@@ -120,7 +120,61 @@ def test_text_of_a_run_file_ends_with_the_table(capsys: pytest.CaptureFixture[st
     assert main(["plan", "run.yaml"]) == 0
     out = capsys.readouterr().out
     assert "ZeRO stage 2\neach device:\n" in out
-    assert "alternatives, best first:" in out
+    assert "this fits; cheaper or roomier:" in out
+
+
+def test_what_is_proposed_for_a_run_file_is_understood_by_every_verb(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("run.yaml").write_text(
+        RUN.replace("stage: 2", "stage: 3, offload_param: cpu, stage3_prefetch_bucket_size: 1000")
+    )
+    seen = set()
+    for alternative in report(capsys, "run.yaml")["alternatives"]:
+        changes = [word for change in alternative["changes"] for word in change.split()]
+        assert set(changes[::2]) == {"--set"}
+        seen.update(word.partition("=")[0] for word in changes[1::2])
+        assert main(["gen-config", "run.yaml", *changes]) == 0
+        block = json.loads(capsys.readouterr().out)
+        zero = block["zero_optimization"]
+        assert zero["stage"] == alternative["zero_stage"]
+        for part in ("offload_optimizer", "offload_param"):
+            assert zero.get(part, {}).get("device") == alternative[part]
+        micro = "train_micro_batch_size_per_gpu"
+        assert (block["train_batch_size"], block[micro]) == (8, alternative[micro])
+    assert seen >= {
+        "model.gradient_checkpointing", "gradient_accumulation_steps", "zero_optimization.stage",
+        "zero_optimization.offload_param", "zero_optimization.stage3_prefetch_bucket_size",
+    }  # fmt: skip
+
+
+def test_what_is_proposed_for_a_script_are_flags_of_plan_and_gen_config(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = [
+        "--model", "model", "--gpu", "v100-32gb", "--num-gpus-per-node", "2", "--zero-stage", "3",
+        "--precision", "fp16", "--offload-param", "cpu", "--train-micro-batch-size-per-gpu", "2",
+    ]  # fmt: skip
+    first = report(capsys, *argv)
+    before = first["batch"]
+    for alternative in first["alternatives"]:
+        changes = [word for change in alternative["changes"] for word in change.split()]
+        again = report(capsys, *argv, *changes)
+        assert again["zero_stage"] == alternative["zero_stage"]
+        assert again["batch"]["train_batch_size"] == 4
+        planned, peak = alternative["peak_bytes"], again["memory"]["per_gpu"]["peak_bytes"]
+        assert planned == peak or (planned > peak and again["batch"] != before)  # the mask goes with padding
+    own = ["--train-batch-size", "4", "--offload-param", "cpu", "--offload-param", "none"]
+    assert main(["gen-config", *argv[2:8], "--precision", "bf16", *own]) == 0
+    assert "offload_param" not in json.loads(capsys.readouterr().out)["zero_optimization"]
+
+
+def test_where_it_fits_only_what_is_cheaper_or_roomier_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml"]) == 0
+    out = capsys.readouterr().out
+    shown = out.partition("this fits; cheaper or roomier:\n")[2].splitlines()
+    assert [line.split()[0] for line in shown if line.startswith("  ")]
+    assert all(line.split()[0] == "fits" for line in shown if line.startswith("  "))
 
 
 def test_a_model_elsewhere_is_a_note_and_no_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,7 +142,7 @@ def test_where_nothing_fits_the_nearest_change_that_does_is_named() -> None:
     )
     assert "of 78.8 GiB a device, most of it optimizer states" in error.message
     assert error.hint is not None
-    assert error.hint.startswith("this fits, from stage 2: --offload-optimizer cpu (")
+    assert error.hint.startswith("this fits, from stage 2: --set zero_optimization.offload_optimizer=cpu (")
 
 
 def test_where_no_change_fits_more_devices_are_asked_for() -> None:

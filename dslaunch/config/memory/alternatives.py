@@ -10,6 +10,7 @@ from typing import Any
 
 from dslaunch.config.memory.planner import MemoryPlan, plan_memory
 from dslaunch.config.memory.setup import Offload, Setup
+from dslaunch.config.memory.typed import typed_difference
 
 # Rough order of what slows a step down, for ranking only: nothing is computed with it.
 _COST = {"stage 3": 2, "checkpointing": 3, "micro": 1, "optimizer": 8, "param": 12}
@@ -17,7 +18,7 @@ _COST = {"stage 3": 2, "checkpointing": 3, "micro": 1, "optimizer": 8, "param": 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A changed setup and its plan. ``changes`` are the flags that lead there."""
+    """A changed setup and its plan. ``changes``: what is typed to get there."""
 
     setup: Setup
     plan: MemoryPlan
@@ -58,7 +59,8 @@ def rank_alternatives(
     """
     found: dict[Setup, Alternative] = {}
     for changed in _changed(setup):
-        changes, cost = _difference(setup, changed)
+        changes = typed_difference(setup, changed)
+        cost = cost_of(changed) + _COST["micro"] * (changed.micro_batch != setup.micro_batch)
         plan = plan_memory(changed, capacity_gib, host_gib=host_gib)
         found[changed] = Alternative(changed, plan, changes, cost)
     worth = [a for a in found.values() if a.changes and _bucket_matters(a, setup, found)]
@@ -73,9 +75,10 @@ def _bucket_matters(alternative: Alternative, setup: Setup, found: dict[Setup, A
 
 
 def nearest_that_fits(alternatives: list[Alternative]) -> Alternative | None:
-    """The one with the fewest changes; of those the fastest."""
+    """The one with the fewest changes, of those the fastest; a tight one only if there is no other."""
     fitting = [alternative for alternative in alternatives if alternative.plan.fits]
-    return min(fitting, key=lambda a: (len(a.changes), a.cost, a.plan.total_bytes), default=None)
+    order = lambda a: (a.plan.tight, len(a.changes), a.cost, a.plan.total_bytes)  # noqa: E731
+    return min(fitting, key=order, default=None)
 
 
 def fitted_bucket(setup: Setup) -> int:
@@ -83,10 +86,10 @@ def fitted_bucket(setup: Setup) -> int:
     return min(setup.zero.reduce_bucket_size, max(setup.numel, 1))
 
 
-def _place(alternative: Alternative) -> tuple[bool, int, int, int]:
+def _place(alternative: Alternative) -> tuple[bool, bool, int, int, int]:
     plan = alternative.plan
     cost = alternative.cost if plan.fits is not False else 0
-    return plan.fits is False, cost, plan.total_bytes, len(alternative.changes)
+    return plan.fits is False, plan.tight, cost, plan.total_bytes, len(alternative.changes)
 
 
 def _changed(setup: Setup) -> Iterator[Setup]:
@@ -125,26 +128,10 @@ def _offloads(setup: Setup, stage: int) -> Iterator[tuple[Offload | None, Offloa
         yield "cpu", "cpu"
 
 
-def _difference(old: Setup, new: Setup) -> tuple[tuple[str, ...], int]:
-    """The flags that lead from ``old`` to ``new``, and how much slower they make it."""
-    changes = []
-    if new.zero_stage != old.zero_stage:
-        changes.append(f"--zero-stage {new.zero_stage}")
-    if new.gradient_checkpointing and not old.gradient_checkpointing:
-        changes.append("--gradient-checkpointing")
-    if new.micro_batch != old.micro_batch:
-        changes.append(f"--train-micro-batch-size-per-gpu {new.micro_batch}")
-    if new.zero.reduce_bucket_size != old.zero.reduce_bucket_size:
-        changes.append(f"--set zero_optimization.reduce_bucket_size={new.zero.reduce_bucket_size}")
-    for part in ("optimizer", "param"):
-        before, after = getattr(old.zero, f"offload_{part}"), getattr(new.zero, f"offload_{part}")
-        if after and not before:
-            changes.append(f"--offload-{part} {after}")
-        elif before and not after:
-            changes.append(f"without --offload-{part}")
-    cost = _COST["stage 3"] * (new.zero_stage == 3) + _COST["checkpointing"] * new.gradient_checkpointing
-    cost += _COST["micro"] * (new.micro_batch != old.micro_batch)
-    cost += _COST["optimizer"] * bool(new.zero.offload_optimizer) + _COST["param"] * bool(
-        new.zero.offload_param
+def cost_of(setup: Setup) -> int:
+    """How much a step of it is slowed down, by the rough rule."""
+    zero = setup.zero
+    cost = _COST["stage 3"] * (setup.zero_stage == 3) + _COST["checkpointing"] * setup.gradient_checkpointing
+    return (
+        cost + _COST["optimizer"] * bool(zero.offload_optimizer) + _COST["param"] * bool(zero.offload_param)
     )
-    return tuple(changes), cost

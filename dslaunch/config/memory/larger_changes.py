@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dslaunch.config.memory.alternatives import Alternative, nearest_that_fits, rank_alternatives
 from dslaunch.config.memory.planner import plan_memory
 from dslaunch.config.memory.setup import Method, Setup, adapted
+from dslaunch.config.memory.typed import MAX_LENGTH, typed
 
 _SHORTEST = 256
 _MOST_DEVICES_A_HOST, _MOST_NODES = 8, 64
@@ -20,7 +21,7 @@ _LORA_R = 16
 
 @dataclass(frozen=True)
 class LargerChange:
-    """``changes`` are flags of ``dslaunch plan``; ``price`` says what else they change, in words."""
+    """``changes``: what is typed to get there; ``price`` says what else they change, in words."""
 
     changes: tuple[str, ...]
     price: str
@@ -51,16 +52,15 @@ def _shorter(setup: Setup) -> Iterator[_Step]:
     length = 1 << (setup.max_length - 1).bit_length() - 1  # the next smaller power of two
     while length >= _SHORTEST:
         changed = dataclasses.replace(setup, max_length=length)
-        yield changed, f"--max-length {length}", "longer samples are cut"
+        yield changed, typed(setup, MAX_LENGTH, length), "longer samples are cut"
         length //= 2
 
 
 def _adapters(setup: Setup) -> Iterator[_Step]:
     methods: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
-    in_run_file = setup.loss == "dslaunch"  # whose adapters are not quantised
     for method in methods[setup.method]:
-        if method == "qlora" and in_run_file:
-            return
+        if method == "qlora" and setup.in_run_file:
+            return  # its adapters are not quantised
         r = setup.lora_r or _LORA_R
         trained, frozen = adapted(
             setup.model, method, r=r, bytes_each=setup.bytes_each, value_head=setup.value_head
@@ -69,7 +69,7 @@ def _adapters(setup: Setup) -> Iterator[_Step]:
         changed = dataclasses.replace(
             setup, method=method, trainable=trained, frozen=frozen, lora_r=r, exclude_frozen=True, zero=zero
         )
-        flag = "--set adapter.type=lora" if in_run_file else f"--method {method}"
+        flag = "--set adapter.type=lora" if setup.in_run_file else f"--method {method}"
         price = (
             "quantises what is not trained" if setup.method == "lora" else f"trains adapters of rank {r} only"
         )

@@ -18,6 +18,7 @@ CONTEXT_BYTES = 600_000_000
 NCCL_BYTES = 400_000_000
 WORKSPACE_BYTES = 64 << 20
 FRAGMENTATION = 0.05
+TIGHT = 0.05  # of what there is
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,12 @@ class MemoryPlan:
         if self.device_fits is False or self.host_fits is False:
             return False
         return self.host_fits if self.on_cpu else self.device_fits
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits by less than a twentieth, which estimates may be wrong by."""
+        used = [(self.total_bytes, self.capacity_bytes), (self.host_peak_bytes, self.host_capacity_bytes)]
+        return self.fits is True and any(size and need > (1 - TIGHT) * size for need, size in used)
 
     @property
     def binds(self) -> str:

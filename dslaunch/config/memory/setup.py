@@ -34,6 +34,7 @@ class ZeroOptions:
     param_buffer_count: int = 5
     param_buffer_size: int = 100_000_000
     max_in_cpu: int = 1_000_000_000  # nvme: parameters that stay in the host all the same
+    written: frozenset[str] = frozenset()  # the keys of the block that the user wrote
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,11 @@ class Setup:
     def bytes_each(self) -> int:
         """Bytes of one parameter as it is computed with."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def in_run_file(self) -> bool:
+        """Whether it is the setup of a run file, not of somebody's own script."""
+        return self.loss == "dslaunch"
 
     @property
     def tokens(self) -> int:

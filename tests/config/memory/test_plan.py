@@ -136,6 +136,16 @@ def test_what_fits_comes_first_and_the_nearest_has_the_fewest_changes() -> None:
     assert nearest_that_fits(rank_alternatives(setup(), 8)) is None
 
 
+def test_one_that_fits_by_little_is_not_ranked_first() -> None:
+    """Of two stages that cost the same, on a device on which the smaller one needs 96 %."""
+    free = rank_alternatives(setup(), None)
+    plan = next(a.plan for a in free if a.changes == ("--zero-stage 1",))
+    ranked = rank_alternatives(setup(), plan.total_bytes / 0.96 / 2**30)
+    tight = [a.plan.tight for a in ranked if a.plan.fits]
+    assert True in tight
+    assert tight == sorted(tight)
+
+
 def test_a_smaller_micro_batch_keeps_the_global_batch() -> None:
     ranked = rank_alternatives(setup(micro_batch=4, accumulation=2), 80)
     smaller = [a.setup for a in ranked if a.setup.micro_batch == 1]
