@@ -25,7 +25,8 @@ _HOST = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.%A-Za-z0-9_-]+)\]|(?P<name>" + HOST_NAME.pattern + r"))"
     r"(?::(?P<port>[0-9]{1,5}))?"
 )
-_SLOT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]*")
+# A number, or what CUDA takes for a GPU or a part of one.
+_SLOT_ID = re.compile(r"[0-9]+|(?:GPU|MIG)-[A-Za-z0-9_.:/-]+|[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4,12}){1,4}")
 
 
 def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
@@ -201,7 +202,7 @@ def _parse_slots(text: str, where: str) -> tuple[str, ...]:
                 hint=f"write slots={glued[1]}",
             )
         if not _SLOT_ID.fullmatch(slot):
-            shown = repr(slot) if slot else "an empty slot id"
+            shown = f"{slot!r} is neither a number nor the id of a device" if slot else "an empty slot id"
             raise HostfileError(
                 f"{where}: slots={text}: {shown}",
                 hint="write a count or ids: slots=4, slots=0,2 or, for one id, slots=3,",

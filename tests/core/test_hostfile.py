@@ -87,6 +87,8 @@ def test_the_shipped_examples_are_read() -> None:
         ("a;b slots=2", "hosts:1:1", "is not a host"),
         ("a:99999 slots=2", "hosts:1:1", "port 99999"),
         ("a slots=8x", "hosts:1:9", "'8x' is neither a number nor the id of a device"),
+        ("a slots=x", "hosts:1:9", "'x' is neither a number nor the id of a device"),
+        ("a slots=0,b", "hosts:1:9", "'b' is neither a number nor the id of a device"),
         ("10.0.0.300 slots=2", "hosts:1:1", "10.0.0.300 is not an IPv4 address"),
         ("10.0.0.010 slots=2", "hosts:1:1", "10.0.0.010 is not an IPv4 address"),
         ("10.0.1. slots=2", "hosts:1:1", "10.0.1. is not an IPv4 address"),
