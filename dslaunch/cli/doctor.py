@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dslaunch.cli.doctor_report import Report
     from dslaunch.config.hosts import ResolvedHosts
     from dslaunch.core.devices import Inventory
-    from dslaunch.core.plan import LaunchPlan
+    from dslaunch.core.plan import LaunchPlan, Via
     from dslaunch.launch.probing import Probed, ProbeRequest
 
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @options.cluster_options
 @options.master_options
 @options.run_dir_option
-@click.option("--via", metavar="WAY", help="auto (default), ssh, or local: this machine alone.")
+@click.option("--via", metavar="WAY", help="auto (default), ssh, slurm, or local: this machine alone.")
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=1), default=30.0, show_default=True,
     metavar="SECONDS", help="How long each host may take to answer.",
@@ -44,8 +44,8 @@ def command(
 ) -> int:
     """Say what this machine lacks for a run, or with a run file or --hostfile what its hosts lack.
 
-    Hosts are asked by ssh, all at once: devices, Python and packages, compilers, memory, disk, limits,
-    clocks, the way to the first host, whether they see the run directory. Nothing is changed there.
+    Hosts are asked by ssh or srun, all at once: devices, Python and packages, compilers, memory, disk,
+    limits, clocks, the way to the first host, whether they see the run directory. Nothing is changed there.
     Exit code 1 where a run would fail. The `inventory` in the output of --json is one for --inventory.
     """
     case = _resolve(run_file, set_, flags)
@@ -68,6 +68,7 @@ class _Case:
     """What is looked at: the hosts, and what would run there. ``launch``: None without a run file."""
 
     hosts: ResolvedHosts
+    via: Via
     launch: LaunchPlan | None
     python: str
     cwd: str
@@ -87,8 +88,8 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
     if set_ and run_file is None:
         raise click.UsageError("--set changes a run file, and there is none here")
     launch, run_dir = None, flags.pop("run_dir")
-    if flags["via"] not in (None, "auto", "local", "ssh"):
-        raise ConfigError(f"--via {flags['via']!r} is not one of auto, local, ssh")
+    if flags["via"] not in (None, "auto", "local", "ssh", "slurm"):
+        raise ConfigError(f"--via {flags['via']!r} is not one of auto, local, ssh, slurm")
     if run_file is not None:
         plan, loaded = options.load_and_resolve_with_spec(run_file, set_=set_, run_dir=run_dir, **flags)
         launch = plan.launch
@@ -103,7 +104,8 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
         if problem is not None:
             raise problem
     hosts = resolve_hosts(loaded.spec.cluster, facts)
-    via = choose_via(hosts, facts)[0] if flags["via"] in (None, "auto") else flags["via"]
+    via = launch.via if launch else flags["via"]
+    via = choose_via(hosts, facts)[0] if via in (None, "auto") else via
     if via == "local":
         check_hosts(hosts.topology)
     if launch is not None:
@@ -112,6 +114,7 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
         folder = Path(run_dir) if run_dir else runs_root(os.environ, Path.cwd())
     return _Case(
         hosts=hosts,
+        via=via,
         launch=launch,
         python=launch.argv[0] if launch else sys.executable,
         cwd=launch.cwd if launch else os.getcwd(),
@@ -125,12 +128,14 @@ def _examine(case: _Case, timeout_s: float) -> Report:
     from dslaunch.cli.doctor_checks import Wanted, find_differences, find_problems, hosts_to_exclude
     from dslaunch.cli.doctor_report import Report
     from dslaunch.core.topology import is_this_machine
-    from dslaunch.launch import ssh
+    from dslaunch.launch import slurm, ssh
     from dslaunch.launch.probing import probe_hosts
 
     hosts = case.hosts.topology.hosts
-    here = [is_this_machine(host.name) for host in hosts]
-    if not all(here):
+    here = [case.via != "slurm" and is_this_machine(host.name) for host in hosts]
+    if case.via == "slurm":
+        slurm.check_job(case.hosts.topology, os.environ)
+    elif not all(here):
         ssh.check_client(os.environ)
     findings: list[HostFinding] = []
     began = time.monotonic()
@@ -187,6 +192,8 @@ def _request(case: _Case, witness: Mapping[str, str] | None) -> ProbeRequest:
     environ = {**utf8_environ(), **(case.launch.env if case.launch else {})}
     ops = environ.get("TORCH_EXTENSIONS_DIR") or torch_extensions_dir(case.python, environ, case.cwd)
     return ProbeRequest(
+        via=case.via,
+        gpus=case.hosts.device_type == "cuda",
         python=case.python,
         packages=PACKAGES,
         environ=environ,

@@ -18,10 +18,12 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 from dslaunch.core.command import Command, looks_secret
+from dslaunch.core.plan import Via
 from dslaunch.core.topology import Host, is_this_machine
-from dslaunch.launch import agent, probe, ssh
+from dslaunch.launch import agent, probe, slurm, ssh
 from dslaunch.launch.carried import LOADER, packed
 from dslaunch.launch.orders import encode_orders, forwarded
+from dslaunch.launch.startup import WORTH_ANOTHER_TRY
 from dslaunch.launch.text import printable
 
 _FANOUT = 64
@@ -125,7 +127,7 @@ class Probed:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """What is asked of every host; see probe.py. ``environ`` is this machine's."""
+    """What is asked of every host; see probe.py. ``environ`` is this machine's; ``gpus``: for srun."""
 
     python: str
     packages: Sequence[str]
@@ -137,6 +139,8 @@ class ProbeRequest:
     smi: Sequence[str]
     master_addr: str | None = None
     master_port: int | None = None
+    via: Via = "ssh"  # by srun all hosts are reached, else those that are not this machine
+    gpus: bool = False
 
 
 def probe_hosts(hosts: Sequence[Host], request: ProbeRequest, *, timeout_s: float) -> tuple[Probed, ...]:
@@ -250,10 +254,10 @@ def _answering(
 ) -> Iterator[tuple[_Program, Probed]]:
     """The probe on one host and what it has found, while it still runs. Raises _Failed."""
     host = hosts[node_rank]
-    is_local = is_this_machine(host.name)
+    is_local = request.via != "slurm" and is_this_machine(host.name)
     stdin = _packed_probe() + encode_orders(_orders(hosts, node_rank, request, is_local=is_local))
-    local = Command(argv=(sys.executable, "-I", "-S", "-c", LOADER), stdin=stdin)
-    command = local if is_local else ssh.build_command(host, stdin)
+    command = _command(host, stdin, request, is_local=is_local)
+    worth = WORTH_ANOTHER_TRY.get(request.via, ())
     for attempt in range(1, _TRIES + 1):
         program = _Program(command, timeout_s)
         try:
@@ -261,7 +265,7 @@ def _answering(
             hello = program.ask(command.stdin or b"", "hello")
             heard = time.time()
         except _Failed:
-            turned_away = any(text in program.said() for text in ssh.WORTH_ANOTHER_TRY)
+            turned_away = any(text in program.said() for text in worth)
             program.close()
             if is_local or not turned_away or attempt == _TRIES:
                 raise
@@ -275,6 +279,14 @@ def _answering(
         finally:
             program.close()
         return
+
+
+def _command(host: Host, stdin: bytes, request: ProbeRequest, *, is_local: bool) -> Command:
+    if is_local:
+        return Command(argv=(sys.executable, "-I", "-S", "-c", LOADER), stdin=stdin)
+    if request.via == "slurm":
+        return slurm.build_command(host, stdin, request.environ, gpus=request.gpus)
+    return ssh.build_command(host, stdin)
 
 
 def _probed(host: Host, answer: dict[str, Any], skew_s: float) -> Probed:
@@ -307,7 +319,7 @@ def _host_facts(found: dict[str, Any]) -> HostFacts:
 def _orders(
     hosts: Sequence[Host], node_rank: int, request: ProbeRequest, *, is_local: bool
 ) -> dict[str, Any]:
-    env = {} if is_local else forwarded(request.environ)
+    env = forwarded(request.environ) if request.via == "ssh" and not is_local else {}
     others = [host.name for host in hosts if host is not hosts[node_rank]][:_PEERS]
     meet = {"peers": others, "addr": request.master_addr, "port": request.master_port}
     return {

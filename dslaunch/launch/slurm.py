@@ -58,13 +58,20 @@ WORTH_ANOTHER_TRY = (
 
 def build_agent_command(host: Host, orders: dict[str, Any], environ: Mapping[str, str]) -> Command:
     """The srun command that starts the agent on ``host``, a node of the job that ``environ`` tells of."""
+    stdin = packed_agent() + encode_orders(orders)
+    return build_command(host, stdin, environ, gpus=orders["visible_devices"] is not None)
+
+
+def build_command(host: Host, stdin: bytes, environ: Mapping[str, str], *, gpus: bool) -> Command:
+    """The srun command that runs a program on ``host``: ``packed`` first on its stdin (see carried.py)."""
     forget = [word for name in _REQUESTS if name in environ for word in ("-u", name)]
-    srun = ("srun", *OPTIONS, *_gpus(host, orders, environ), f"--nodelist={host.name}")
+    devices = _all_gpus(host, environ, wanted=gpus)
+    srun = ("srun", *OPTIONS, *devices, f"--nodelist={host.name}")
     argv = ("env", *forget, *srun, *loader_argv(forget=_PLACE_OF_THE_AGENT))
-    return Command(argv=argv, stdin=packed_agent() + encode_orders(orders))
+    return Command(argv=argv, stdin=stdin)
 
 
-def _gpus(host: Host, orders: dict[str, Any], environ: Mapping[str, str]) -> tuple[str, ...]:
+def _all_gpus(host: Host, environ: Mapping[str, str], *, wanted: bool) -> tuple[str, ...]:
     """All GPUs that the job has on the host.
 
     Without a word a step inherits the job's own request. One that is not for each node makes no
@@ -72,7 +79,7 @@ def _gpus(host: Host, orders: dict[str, Any], environ: Mapping[str, str]) -> tup
     """
     if not any(environ.get(name) for name in _GPUS_NOT_BY_NODE):
         return ()
-    if orders["visible_devices"] is None:
+    if not wanted:
         return ("--gres=none",)
     job = _find_job(environ)
     known = dict(zip(job.names, job.devices.counts, strict=True)) if job and job.devices.counts else {}
@@ -109,7 +116,8 @@ def check_job(topology: Topology, environ: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{', '.join(strangers[:8])}: not among the nodes of this Slurm job ({job.source}:"
             f" {environ[job.source]}); nothing was started",
-            hint="name hosts as Slurm does, or leave the hostfile out: the job's nodes are taken",
+            hint="leave the hostfile out, and the job's nodes are taken; a recorded plan (launch.sh, --plan) keeps"
+            " its own: in another job launch the run file with --run-dir DIR --resume",
         )
     for host in topology.hosts:
         if host.user is not None or host.port is not None:

@@ -30,7 +30,8 @@ LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any], Mapping[str, str]], Comm
     "ssh": ssh.build_agent_command,
     "slurm": slurm.build_agent_command,
 }
-_WORTH_ANOTHER_TRY = {"ssh": ssh.WORTH_ANOTHER_TRY, "slurm": slurm.WORTH_ANOTHER_TRY}
+# What each says where another try may succeed.
+WORTH_ANOTHER_TRY = {"ssh": ssh.WORTH_ANOTHER_TRY, "slurm": slurm.WORTH_ANOTHER_TRY}
 
 _FANOUT = 64  # agents that may be connecting at once
 _LEAST_FANOUT = 8  # where hosts, or a jump host before them, turn connections away
@@ -142,7 +143,7 @@ class Startup:
     def try_again(self, link: AgentLink) -> bool:
         """Whether an agent that was lost before its first word is started anew: we were turned away."""
         node_rank = self._node_ranks[link]
-        worth = any(text in link.stderr for text in _WORTH_ANOTHER_TRY.get(self.plan.via, ()))
+        worth = any(text in link.stderr for text in WORTH_ANOTHER_TRY.get(self.plan.via, ()))
         if link.is_local or link.said_hello or not worth or self._tries[node_rank] >= _TRIES:
             return False
         del self._links[node_rank], self._node_ranks[link]

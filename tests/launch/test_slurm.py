@@ -221,3 +221,13 @@ def test_a_job_that_is_gone(jobs: SlurmBed, tmp_path: Path) -> None:
     assert "2 of 2 hosts cannot be used; nothing was started:" in err
     assert "srun: error: " in err
     assert not Path("started").exists()
+
+
+def test_doctor_asks_the_nodes_of_the_job(jobs: SlurmBed) -> None:
+    job = jobs.submit(f"exec {dslaunch('doctor', '--gpu', 'cpu', '--json')}", "--nodes=3", "--mem=100")
+    code, out, err = job.wait()
+    assert code == 0, out + err
+    report = json.loads(out)
+    assert list(report["inventory"]) == jobs.names
+    assert report["master"]["addr"] == jobs.address("n1")
+    assert not [finding for finding in report["findings"] if finding["severity"] != "info"]
