@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dslaunch.config.engine_plan import EnginePlan, resolve_engine
 from dslaunch.config.facts import Facts
@@ -15,6 +18,7 @@ from dslaunch.config.report import Report
 from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec, OffloadSpec, ZeroSpec
 from dslaunch.config.zero import OFFLOADS, auto_keys, offload_device
+from dslaunch.core.batch_size import MICRO
 from dslaunch.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,14 +31,32 @@ S = TypeVar("S", bound=EngineSpec)
 GIB = 2**30
 
 
+@dataclass(frozen=True)
+class _Tried(Generic[S]):
+    """A candidate with its memory plan. ``micro``: a smaller micro-batch than the default one."""
+
+    trial: LoadedSpec[S]
+    zero: ZeroSpec
+    micro: int | None
+    setup: Setup
+    plan: MemoryPlan
+
+    def __str__(self) -> str:
+        devices = [(name, offload_device(self.zero, name)) for name in OFFLOADS]
+        offloads = " and ".join(f"{name} {device}" for name, device in devices if device is not None)
+        smaller = f", micro-batch {self.micro}" if self.micro is not None else ""
+        return f"stage {self.zero.stage}{' with ' if offloads else ''}{offloads}{smaller}"
+
+
 def settle_zero(
     loaded: LoadedSpec[S], facts: Facts, model: ModelFacts, training: Training | None = None
 ) -> LoadedSpec[S]:
     """``loaded`` with every ``auto`` of zero_optimization replaced by what the memory plan chooses.
 
     Candidates are tried from the fastest to the most frugal: without offload before
-    with it, and a lower stage before a higher one. ``training``: what a script of one's
-    own does, where ``loaded`` is no run file.
+    with it, then a micro-batch that was our own choice before half of it, then a lower stage before
+    a higher one. What could only not be resumed on its hosts is taken, with a note, where nothing else
+    fits. ``training``: what a script of one's own does, where ``loaded`` is no run file.
 
     Raises ConfigError where the device's memory is not known, where the adapter matches no
     layer, and where nothing fits, with the nearest change that does. A spec with other problems
@@ -42,10 +64,10 @@ def settle_zero(
     """
     zero = loaded.spec.zero_optimization
     key = auto_keys(zero)[0]
-    tried: list[tuple[ZeroSpec, Setup, MemoryPlan]] = []
+    tried: list[_Tried[S]] = []
     trial = loaded
-    for candidate in _candidates(zero):
-        trial = _with_zero(loaded, candidate)
+    for candidate, micro in _candidates(zero, _micro_batches(loaded, facts)):
+        trial = _with_choice(loaded, candidate, micro)
         engine = _resolved(trial, facts)
         if engine is None:
             continue
@@ -54,26 +76,62 @@ def settle_zero(
         capacity, host = engine[1].memory_gib, _host_gib(trial.spec, engine[1], facts)
         if (host if on_cpu else capacity) is None:
             raise _unknown_size(loaded, key, on_cpu=on_cpu)
-        plan = _plan(setup, capacity, host)
-        tried.append((candidate, setup, plan))
-        if plan.fits:
-            reason = _reason(tried)
-            notes = (*loaded.notes, f"zero_optimization: {reason}{_assumed(loaded.spec, training)}")
-            return dataclasses.replace(trial, settled={"zero_stage": reason}, notes=notes)
+        tried.append(_Tried(trial, candidate, micro, setup, _plan(setup, capacity, host)))
+        if tried[-1].plan.fits:
+            return _settled(loaded, tried, training)
+    for count, one in enumerate(tried, 1):
+        if one.plan.trains:
+            return _settled(loaded, tried[:count], training)
     if not tried:
         return trial
     raise _nothing_fits(loaded, key, tried)
 
 
-def _candidates(zero: ZeroSpec) -> Iterator[ZeroSpec]:
+def _settled(loaded: LoadedSpec[S], tried: list[_Tried[S]], training: Training | None) -> LoadedSpec[S]:
+    """The last one that was tried, with what is to be said of it."""
+    chosen = tried[-1]
+    reason = _reason(tried)
+    settled = {"zero_stage": reason}
+    notes = [*loaded.notes, f"zero_optimization: {reason}{_assumed(loaded.spec, training)}"]
+    if chosen.micro is not None:
+        why = f"by the memory plan: {2 * chosen.micro} would take {_excess(_twice(tried).plan)}"
+        settled[f"batch.{MICRO}"] = why
+        notes.append(f"{MICRO} {chosen.micro}, {why}")
+    if not chosen.plan.fits:
+        takes = _excess(chosen.plan)
+        notes.append(f"zero_optimization: the run cannot be resumed on such hosts: that takes {takes}")
+    return dataclasses.replace(chosen.trial, settled=settled, notes=tuple(notes))
+
+
+def _twice(tried: list[_Tried[S]]) -> _Tried[S]:
+    """What was tried last with the next larger micro-batch and the same offload."""
+    chosen = tried[-1]
+    return next(one for one in reversed(tried) if one.setup.micro_batch == 2 * chosen.setup.micro_batch)
+
+
+def _micro_batches(loaded: LoadedSpec[Any], facts: Facts) -> tuple[int | None, ...]:
+    """None, which leaves the batch alone, and the smaller ones where train_batch_size alone is given."""
+    spec = loaded.spec
+    sizes = (spec.train_batch_size, spec.train_micro_batch_size_per_gpu, spec.gradient_accumulation_steps)
+    if sizes[0] is None or sizes[1:] != (None, None):
+        return (None,)
+    first, _ = next(_candidates(spec.zero_optimization, (None,)))
+    resolved = resolve_engine(Report(_with_choice(loaded, first, None)), facts)
+    default = resolved[0].batch.train_micro_batch_size_per_gpu if resolved else 1
+    return (None, *(default >> shift for shift in range(1, default.bit_length())))
+
+
+def _candidates(
+    zero: ZeroSpec, micro_batches: tuple[int | None, ...]
+) -> Iterator[tuple[ZeroSpec, int | None]]:
     """From the fastest to the one that needs least on the device."""
     stages = (0, 1, 2, 3) if zero.stage == "auto" else (zero.stage,)
     for param in _choices(zero, "offload_param"):
         for optimizer in _choices(zero, "offload_optimizer"):
-            for stage in stages:
+            for micro, stage in itertools.product(micro_batches, stages):
                 if param is None or stage == 3 or zero.stage != "auto":
                     update = {"stage": stage, "offload_param": param, "offload_optimizer": optimizer}
-                    yield zero.model_copy(update=update)
+                    yield zero.model_copy(update=update), micro
 
 
 def _choices(zero: ZeroSpec, name: str) -> tuple[OffloadSpec | None, ...]:
@@ -135,17 +193,16 @@ def _host_gib(spec: EngineSpec, hosts: ResolvedHosts, facts: Facts) -> float | N
     return host_gib(spec.cluster, hosts, facts)
 
 
-def _with_zero(loaded: LoadedSpec[S], zero: ZeroSpec) -> LoadedSpec[S]:
-    return dataclasses.replace(loaded, spec=loaded.spec.model_copy(update={"zero_optimization": zero}))
+def _with_choice(loaded: LoadedSpec[S], zero: ZeroSpec, micro: int | None) -> LoadedSpec[S]:
+    update: dict[str, Any] = {"zero_optimization": zero}
+    if micro is not None:
+        update[MICRO] = micro
+    return dataclasses.replace(loaded, spec=loaded.spec.model_copy(update=update))
 
 
-def _reason(tried: list[tuple[ZeroSpec, Setup, MemoryPlan]]) -> str:
-    chosen, _, plan = tried[-1]
-    said = f"{_words(chosen)} fits: {_need(plan)}"
-    if len(tried) == 1:
-        return said
-    before, _, larger = tried[-2]
-    return f"{said}; {_words(before)} would take {_excess(larger)}"
+def _reason(tried: list[_Tried[S]]) -> str:
+    said = f"{tried[-1]} fits: {_need(tried[-1].plan)}"
+    return said if len(tried) == 1 else f"{said}; {tried[-2]} would take {_excess(tried[-2].plan)}"
 
 
 def _assumed(spec: EngineSpec, training: Training | None) -> str:
@@ -167,38 +224,43 @@ def _unknown_size(loaded: LoadedSpec[Any], key: str, *, on_cpu: bool) -> ConfigE
     )
 
 
-def _nothing_fits(
-    loaded: LoadedSpec[Any], key: str, tried: list[tuple[ZeroSpec, Setup, MemoryPlan]]
-) -> ConfigError:
-    from dslaunch.config.memory.alternatives import nearest_that_fits, rank_alternatives
-
+def _nothing_fits(loaded: LoadedSpec[S], key: str, tried: list[_Tried[S]]) -> ConfigError:
     # What only a host is too small for; on CPUs that is all there is.
-    on_device = [item for item in tried if item[2].device_fits is not False]
-    zero, setup, plan = min(
-        on_device or tried, key=lambda item: item[2].host_peak_bytes if on_device else item[2].total_bytes
+    on_device = [one for one in tried if one.plan.device_fits is not False]
+    least = min(
+        on_device or tried, key=lambda one: _running(one.plan)[1] if on_device else one.plan.total_bytes
     )
+    return ConfigError(
+        f"{loaded.where(key)}{key} auto: nothing fits; the least, {least}, takes {_excess(least.plan)}",
+        hint=_what_would_fit(least),
+    )
+
+
+def _what_would_fit(least: _Tried[S]) -> str:
+    from dslaunch.config.memory.alternatives import nearest_that_fits, rank_alternatives
+    from dslaunch.config.memory.larger_changes import larger_changes
+
+    setup, plan = least.setup, least.plan
     device = None if plan.capacity_bytes is None else plan.capacity_bytes / GIB
     host = None if plan.host_capacity_bytes is None else plan.host_capacity_bytes / GIB
     nearest = nearest_that_fits(rank_alternatives(setup, device, host_gib=host))
-    hint = "use more or larger devices, a smaller model, or an adapter"
     if nearest is not None:
-        hint = f"this fits, from {_words(zero)}: {' '.join(nearest.changes)} ({_need(nearest.plan)})"
-    return ConfigError(
-        f"{loaded.where(key)}{key} auto: nothing fits; the least, {_words(zero)}, takes {_excess(plan)}",
-        hint=hint,
-    )
-
-
-def _words(zero: ZeroSpec) -> str:
-    offloads = [f"{name} {device}" for name in OFFLOADS if (device := offload_device(zero, name)) is not None]
-    return f"stage {zero.stage}{' with ' if offloads else ''}{' and '.join(offloads)}"
+        return f"this fits, from {least}: {' '.join(nearest.changes)} ({_need(nearest.plan)})"
+    found = [f"{' '.join(more.changes)} ({more.price})" for more in larger_changes(setup, device, host)]
+    if plan.device_fits is not False:
+        fewer = ", or fewer ranks on each" if setup.ranks_per_host > 1 else ""
+        found.append(f"hosts with {math.ceil(_running(plan)[1] / GIB)} GiB of RAM or more{fewer}")
+    if not found:
+        return "use more or larger devices, a smaller model, or an adapter"
+    return f"from {least}, these would fit: {'; '.join(found)}"
 
 
 def _need(plan: MemoryPlan) -> str:
     """What is needed of what there is: of a device, or on CPUs of a host."""
     if plan.capacity_bytes is None:
         assert plan.host_capacity_bytes is not None
-        return f"{plan.host_peak_bytes / GIB:.1f} GiB of {plan.host_capacity_bytes / GIB:.1f} GiB RAM a host"
+        needed = plan.host_peak_bytes if plan.fits else _running(plan)[1]
+        return f"{needed / GIB:.1f} GiB of {plan.host_capacity_bytes / GIB:.1f} GiB RAM a host"
     return f"{plan.total_bytes / GIB:.1f} GiB of {plan.capacity_bytes / GIB:.1f} GiB a device"
 
 
@@ -206,6 +268,13 @@ def _excess(plan: MemoryPlan) -> str:
     """What is too much: on the device, or only on the host."""
     if plan.device_fits is False or plan.host_capacity_bytes is None:
         return f"{_need(plan)}, most of it {plan.binds}"
-    needed, offered = plan.host_peak_bytes / GIB, plan.host_capacity_bytes / GIB
-    said = f"{needed:.1f} GiB of {offered:.1f} GiB RAM a host when {plan.host_phase}"
-    return f"{said}, most of it {plan.host_binds}"
+    when, size = (plan.host_phase, plan.host_peak_bytes) if plan.trains else _running(plan)
+    said = f"{size / GIB:.1f} GiB of {plan.host_capacity_bytes / GIB:.1f} GiB RAM a host when {when}"
+    return f"{said}, most of it {plan.host_binds_at(when)}"
+
+
+def _running(plan: MemoryPlan) -> tuple[str, int]:
+    """(moment, bytes) that a host needs most for a run that is not resumed."""
+    from dslaunch.config.memory.items import size_at
+
+    return plan.running_phase, size_at(plan.host, plan.running_phase)

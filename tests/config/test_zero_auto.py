@@ -145,9 +145,14 @@ def test_where_nothing_fits_the_nearest_change_that_does_is_named() -> None:
     assert error.hint.startswith("this fits, from stage 2: --set zero_optimization.offload_optimizer=cpu (")
 
 
-def test_where_no_change_fits_more_devices_are_asked_for() -> None:
+def test_where_no_change_fits_what_costs_more_than_time_is_named() -> None:
     error = refused((RUN % "t4").replace("max_length: 2048", "max_length: 400000"))
-    assert error.hint == "use more or larger devices, a smaller model, or an adapter"
+    assert error.hint is not None
+    assert error.hint.startswith(
+        "from stage 3 with offload_optimizer cpu and offload_param cpu, these would fit:"
+    )
+    assert "--set data.max_length=2048" in error.hint
+    assert "longer samples are cut" in error.hint
 
 
 def test_an_unknown_device_is_asked_for() -> None:
@@ -191,8 +196,48 @@ def test_offload_that_the_host_cannot_hold_is_not_chosen() -> None:
     """On one device nothing fits without offload, and that needs more RAM than 64 GiB."""
     one = (RUN % "a100-80g", "cluster.num_gpus_per_node=1")
     assert chosen(*one, "cluster.host_memory_gib=512") == (1, "cpu", None)
-    with pytest.raises(ConfigError, match=r"GiB of 64\.0 GiB RAM a host when resuming, most of it"):
-        settled(*one, "cluster.host_memory_gib=64")
+    error = refused(*one, "cluster.host_memory_gib=64")
+    assert "GiB of 64.0 GiB RAM a host when training, most of it optimizer states" in error.message
+    assert error.hint is not None
+    assert "devices, a smaller" not in error.hint
+    assert error.hint.endswith("; hosts with 138 GiB of RAM or more")
+
+
+def test_what_could_only_not_be_resumed_there_is_taken_with_a_note() -> None:
+    """Stage 1 with its optimizer in the host trains in 137 GiB of it, and reads a checkpoint in 231."""
+    one = (RUN % "a100-80g", "cluster.num_gpus_per_node=1")
+    loaded = settled(*one, "cluster.host_memory_gib=150")
+    assert (loaded.spec.zero_optimization.stage, auto_keys(loaded.spec.zero_optimization)) == (1, [])
+    assert "cannot be resumed on such hosts: that takes " in loaded.notes[-1]
+    assert "of 150.0 GiB RAM a host when resuming, most of it checkpoint being read" in loaded.notes[-1]
+    assert not any("resumed" in note for note in settled(*one, "cluster.host_memory_gib=512").notes)
+
+
+ALONE = RUN.replace("train_micro_batch_size_per_gpu: 1\n", "").replace("batch_size: 8", "batch_size: 64")
+
+
+def test_a_micro_batch_that_was_our_own_choice_is_halved_until_it_fits() -> None:
+    text = (ALONE % "a100-80g").replace("max_length: 2048", "max_length: 8192")
+    loaded = settled(text)
+    plan, notes = resolved_from(loaded)
+    batch = plan.batch
+    assert (batch.train_batch_size, batch.train_micro_batch_size_per_gpu) == (64, 2)
+    assert batch.gradient_accumulation_steps == 4
+    assert plan.launch.topology.world_size == 8
+    reason = plan.origins["batch.train_micro_batch_size_per_gpu"].reason
+    assert reason.startswith("by the memory plan: 4 would take ")
+    assert f"train_micro_batch_size_per_gpu 2, {reason}" in notes
+    assert loaded.spec.zero_optimization.offload_optimizer is None
+
+
+def test_a_micro_batch_that_is_written_or_follows_stays() -> None:
+    text = (ALONE % "a100-80g").replace("max_length: 2048", "max_length: 8192")
+    for written in ("train_micro_batch_size_per_gpu=8", "gradient_accumulation_steps=1"):
+        error = refused(text, written)
+        assert "micro-batch" not in error.message
+        assert error.hint is not None
+        assert "--set train_micro_batch_size_per_gpu=1 --set gradient_accumulation_steps=8" in error.hint
+    assert settled(ALONE % "h200", "data.max_length=512").spec.train_micro_batch_size_per_gpu is None
 
 
 ON_CPU = ("cluster.gpu=cpu", "cluster.num_gpus_per_node=2", "precision=fp32")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dslaunch.config.memory.activations import activation_items
-from dslaunch.config.memory.host import HOST_PHASES, checkpoint_bytes, host_items
+from dslaunch.config.memory.host import HOST_PHASES, LOAD, TRAIN, checkpoint_bytes, host_items
 from dslaunch.config.memory.items import ALWAYS, ON_DISK, OUTSIDE, Item, peak_phase, rest_size, size_at
 from dslaunch.config.memory.offload import rank_items
 from dslaunch.config.memory.roles import critics, with_other_models
@@ -70,6 +70,18 @@ class MemoryPlan:
         return self.host_fits if self.on_cpu else self.device_fits
 
     @property
+    def trains(self) -> bool | None:
+        """The same, where it need not be resumed on these hosts."""
+        if self.fits is not False or self.device_fits is False or self.host_capacity_bytes is None:
+            return self.fits
+        return size_at(self.host, self.running_phase) <= self.host_capacity_bytes
+
+    @property
+    def running_phase(self) -> str:
+        """The moment that takes most of the host in a run that is not resumed."""
+        return peak_phase(self.host, (LOAD, TRAIN))
+
+    @property
     def tight(self) -> bool:
         """Whether it fits by less than a twentieth, which estimates may be wrong by."""
         used = [(self.total_bytes, self.capacity_bytes), (self.host_peak_bytes, self.host_capacity_bytes)]
@@ -92,7 +104,11 @@ class MemoryPlan:
     @property
     def host_binds(self) -> str:
         """The largest item of that moment."""
-        return _largest_at(self.host, self.host_phase)
+        return self.host_binds_at(self.host_phase)
+
+    def host_binds_at(self, phase: str) -> str:
+        """The largest item of a moment of the host."""
+        return _largest_at(self.host, phase)
 
     def to_json(self) -> dict[str, Any]:
         """The ``memory`` object of ``dslaunch plan --json``."""
