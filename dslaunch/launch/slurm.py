@@ -116,8 +116,8 @@ def check_job(topology: Topology, environ: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{', '.join(strangers[:8])}: not among the nodes of this Slurm job ({job.source}:"
             f" {environ[job.source]}); nothing was started",
-            hint="leave the hostfile out, and the job's nodes are taken; a recorded plan (launch.sh, --plan) keeps"
-            " its own: in another job launch the run file with --run-dir DIR --resume",
+            hint="leave the hostfile out, and the job's nodes are taken; a recorded plan (launch.sh, --plan)"
+            " keeps its own: in another job launch the run file with --run-dir DIR --resume",
         )
     for host in topology.hosts:
         if host.user is not None or host.port is not None:
