@@ -30,7 +30,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "config": {"jinja2", "pydantic", "pydantic_core", "yaml"},
     "launch": set(),
     "losses": {"torch"},
-    "observe": set(),
+    "observe": {"matplotlib"},  # no dependency: diagnose -o asks for it
     "train": {
         "torch", "deepspeed", "transformers", "peft", "datasets", "pyarrow", "numpy", "safetensors",
         "tokenizers", "gguf", "hjson", "jinja2", "huggingface_hub", "tensorboard", "wandb", "mlflow",

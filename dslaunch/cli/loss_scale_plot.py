@@ -17,7 +17,7 @@ _EVENTS = {
     "stopped": "overflow at min_loss_scale: DeepSpeed stops the run here",
     "doubled": "no overflow for a whole window: the scale is doubled to {scale}",
 }
-_WIDTH = 76
+WIDTH = 76
 
 
 def rule_lines(rule: LossScaleRule) -> list[str]:
@@ -52,20 +52,27 @@ def plot_lines(course: Sequence[LossScaleStep]) -> list[str]:
     if not course:
         return []
     columns = _columns(course)
-    powers = [[math.log2(step.scale) for step in column] for column in columns]
-    top = math.floor(max(max(column) for column in powers))
-    bottom = math.floor(min(min(column) for column in powers))
-    lines = []
-    for power in range(top, bottom - 1, -1):
-        marks = "".join("#" if any(math.floor(p) == power for p in column) else " " for column in powers)
-        lines.append(f"{_power(power):>10} |{marks}".rstrip())
-    skipped = "".join("x" if any(step.overflow for step in column) else " " for column in columns)
-    lines.append(f"{'skipped':>10} |{skipped}".rstrip())
+    lines = power_rows(
+        [[step.scale for step in column] for column in columns],
+        [any(step.overflow for step in column) for column in columns],
+    )
     per = len(columns[0])
     first, last = course[0].step, course[-1].step
-    lines.append(f"{'':>11}+{'-' * len(columns)}")
     lines.append(f"{'':>12}step {first} to {last}" + (f", {per} steps a column" if per > 1 else ""))
     return lines
+
+
+def power_rows(columns: Sequence[Sequence[float]], skipped: Sequence[bool]) -> list[str]:
+    """A row for each power of two, ``#`` in the columns that hold such a scale, and a row of skipped steps."""
+    powers = [{math.floor(math.log2(scale)) for scale in column} for column in columns]
+    all_powers = set().union(*powers)
+    lines = []
+    for power in range(max(all_powers), min(all_powers) - 1, -1):
+        marks = "".join("#" if power in column else " " for column in powers)
+        lines.append(f"{_power(power):>10} |{marks}".rstrip())
+    marks = "".join("x" if skip else " " for skip in skipped)
+    lines.append(f"{'skipped':>10} |{marks}".rstrip())
+    return [*lines, f"{'':>11}+{'-' * len(columns)}"]
 
 
 def _power(power: int) -> str:
@@ -73,5 +80,5 @@ def _power(power: int) -> str:
 
 
 def _columns(course: Sequence[LossScaleStep]) -> list[Sequence[LossScaleStep]]:
-    per = -(-len(course) // _WIDTH)
+    per = -(-len(course) // WIDTH)
     return [course[i : i + per] for i in range(0, len(course), per)]

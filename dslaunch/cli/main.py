@@ -29,13 +29,14 @@ VERBS: dict[str, tuple[str, str]] = {
     "launch": ("dslaunch.cli.launch", "Start the ranks of a run file, or of any command."),
     "status": ("dslaunch.cli.status", "Say how a run stands, from its directory."),
     "logs": ("dslaunch.cli.logs", "Show what the ranks of a run wrote."),
+    "diagnose": ("dslaunch.cli.diagnose", "Say what is wrong with a run's numbers, from its log."),
     "export": ("dslaunch.cli.export", "Write a checkpoint as a Hugging Face directory."),
     "generate": ("dslaunch.cli.generate", "Answer prompts with an exported model or adapter."),
     "template": ("dslaunch.cli.template", "List, show or copy the templates."),
 }
 
 # Verbs that read and print, and leave nothing to be ended or cleaned up.
-READERS = frozenset({"gen-config", "check", "explain", "plan", "hosts", "status", "template"})
+READERS = frozenset({"gen-config", "check", "explain", "plan", "hosts", "status", "diagnose", "template"})
 
 # A disk or quota that is full, most often that of stdout: the user's to mend, and no bug of ours.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -105,6 +105,11 @@ def next_state(rule: LossScaleRule, state: LossScaleState, overflow: bool) -> tu
     return replace(state, scale=scale, hysteresis_left=left, step=state.step + 1), "doubled" if grows else ""
 
 
+def growths_within(rule: LossScaleRule, good_steps: int) -> int:
+    """How often the scale doubles in ``good_steps`` steps without overflow, from the start or an overflow."""
+    return max(0, good_steps - 1) // rule.loss_scale_window if rule.dynamic else 0
+
+
 def simulate_loss_scale(
     rule: LossScaleRule, *, steps: int, overflow_at: Collection[int]
 ) -> list[LossScaleStep]:

@@ -1,0 +1,232 @@
+"""The loss scale over the steps: what was logged, and the growths that ZeRO never logs.
+
+An overflow names the scale it ran with. Where that is above what the overflow before left, the scale has
+doubled in between; the rule of core/loss_scale.py says on which steps, once the window is known. The window is
+what the log or the user states; else it follows from overflows whose steps are known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from dslaunch.core.loss_scale import LossScaleRule, growths_within
+
+USUAL_WINDOWS = (1000, 2000, 500, 100, 200, 128, 256, 50, 400)
+FINE_STEP = 2  # by so much a progress bar may be behind
+
+
+@dataclass(slots=True)
+class Overflow:
+    """One skipped step. ``step`` is a count of what was seen where ``slack`` is None; else right to ``slack``.
+
+    ``known``: the scale that the log had told last.
+    """
+
+    step: int
+    slack: int | None
+    before: float | None
+    after: float | None
+    line: int
+    file: str
+    hysteresis: int | None = None
+    known: float | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value of the rule and where it is from: ``flag``, ``log``, ``inferred``, ``default``."""
+
+    value: float
+    source: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The scale doubled ``times`` times between two steps. ``step``: the first of them, where that is known."""
+
+    after_step: int
+    before_step: int | None
+    scale: float
+    next_scale: float
+    times: int
+    step: int | None
+    logged: bool
+
+
+@dataclass(frozen=True)
+class Course:
+    """``points``: (step, scale) wherever it changes. ``rule_agrees``: None where there was nothing to compare."""
+
+    points: tuple[tuple[int, float], ...]
+    growths: tuple[Growth, ...]
+    settings: Mapping[str, Setting]
+    last_scale: float | None
+    last_scale_inferred: bool
+    overflow_steps: tuple[int, ...]
+
+
+@dataclass
+class _Window:
+    """Bounds of the window, both included."""
+
+    low: int = 1
+    high: float = math.inf
+    pairs: int = 0
+    contradictory: bool = field(default=False)
+
+    def narrow(self, gap: int, slack: int, times: int) -> None:
+        """``gap`` good steps between two overflows in which the scale doubled ``times`` times."""
+        low = (max(0, gap - slack) - 1) // (times + 1) + 1
+        high = (gap + slack - 1) // times if times else math.inf
+        if max(self.low, low) > min(self.high, high):
+            self.contradictory = True
+            return
+        self.low, self.high = max(self.low, low), min(self.high, high)
+        self.pairs += times > 0
+
+    def setting(self) -> Setting | None:
+        """The usual value between the bounds; the bounds alone decide where they are one number."""
+        if not self.pairs or self.contradictory:
+            return None
+        bounds = f"{self.low}" if self.low == self.high else f"{self.low} to {self.high:g}"
+        usual = next((value for value in USUAL_WINDOWS if self.low <= value <= self.high), None)
+        value = self.low if self.low == self.high else usual
+        if value is None:
+            value = self.low if self.high - self.low <= FINE_STEP else None
+        if value is None:
+            return None
+        return Setting(value, "inferred", f"the overflows allow {bounds}")
+
+
+def scale_course(
+    overflows: Sequence[Overflow],
+    *,
+    observed: Sequence[tuple[int, float]],
+    last_step: int | None,
+    stated: Mapping[str, Setting],
+) -> Course:
+    """The course from the overflows, in their order, and from scales that the log names (step, scale).
+
+    ``last_step``: where the log ends, if its steps are known.
+    """
+    scaled = [event for event in overflows if event.before is not None and event.after is not None]
+    settings = dict(stated)
+    settings |= {name: found for name, found in _inferred(scaled).items() if name not in settings}
+    scaled = _placed(scaled, settings.get("loss_scale_window"))
+    points: list[tuple[int, float]] = []
+    growths = []
+    for event, growth in _walk(scaled, settings.get("loss_scale_window")):
+        if growth is not None:
+            growths.append(growth)
+            points += _growth_points(growth, settings.get("loss_scale_window"))
+        assert event.before is not None and event.after is not None
+        points += [(event.step, event.before), (event.step, event.after)]
+    points += observed
+    points.sort(key=lambda point: point[0])
+    last, inferred = points[-1][1] if points else None, False
+    tail = None if observed else _tail(scaled, settings.get("loss_scale_window"), last_step)
+    if tail is not None:
+        growths.append(tail)
+        points += _growth_points(tail, settings.get("loss_scale_window"))
+        last, inferred = tail.next_scale, True
+    steps = tuple(event.step for event in (scaled or overflows))
+    return Course(tuple(points), tuple(growths), settings, last, inferred, steps)
+
+
+def _placed(events: Sequence[Overflow], window: Setting | None) -> list[Overflow]:
+    """Where steps are counted only, an overflow after growths is not before the rule allows them."""
+    placed: list[Overflow] = []
+    for event in events:
+        if window is not None and placed and event.slack is None:
+            left = placed[-1]
+            assert left.after is not None and event.before is not None
+            times = _doublings(left.after, event.before)
+            least = left.step + times * int(window.value) + 2 if times else left.step + 1
+            event = replace(event, step=max(event.step, least))
+        placed.append(event)
+    return placed
+
+
+def _walk(events: Sequence[Overflow], window: Setting | None) -> Iterator[tuple[Overflow, Growth | None]]:
+    previous: Overflow | None = None
+    for event in events:
+        yield event, None if previous is None else _growth_between(previous, event, window)
+        previous = event
+
+
+def _growth_between(left: Overflow, right: Overflow, window: Setting | None) -> Growth | None:
+    assert left.after is not None and right.before is not None
+    if right.known == right.before:
+        return None
+    times = _doublings(left.after, right.before)
+    if times <= 0:
+        return None
+    step = None
+    if window is not None and left.slack is not None:
+        step = left.step + int(window.value) + 1
+        step = step if step < right.step else None
+    return Growth(left.step, right.step, left.after, right.before, times, step, logged=False)
+
+
+def _doublings(before: float, after: float) -> int:
+    """How often ``before`` was doubled to give ``after``; 0 where it was not."""
+    return round(math.log2(after / before)) if before > 0 and after > before else 0
+
+
+def _tail(events: Sequence[Overflow], window: Setting | None, last_step: int | None) -> Growth | None:
+    """The growths after the last overflow, up to where the log ends."""
+    if not events or window is None or last_step is None:
+        return None
+    last = events[-1]
+    if last.slack is None or last.after is None:
+        return None
+    times = growths_within(LossScaleRule(loss_scale_window=int(window.value)), last_step - last.step)
+    if not times:
+        return None
+    scale = last.after * 2.0**times
+    return Growth(last.step, None, last.after, scale, times, last.step + int(window.value) + 1, logged=False)
+
+
+def _growth_points(growth: Growth, window: Setting | None) -> list[tuple[int, float]]:
+    """Where the doublings are drawn: on their steps, or evenly between what is known."""
+    points, scale = [], growth.scale
+    if growth.step is not None and window is not None:
+        steps = [growth.step + index * int(window.value) for index in range(growth.times)]
+    else:
+        end = growth.before_step if growth.before_step is not None else growth.after_step
+        gap = (end - growth.after_step) / (growth.times + 1)
+        steps = [round(growth.after_step + gap * (index + 1)) for index in range(growth.times)]
+    for step in steps:
+        points += [(step, scale), (step, scale * 2)]
+        scale *= 2
+    return points
+
+
+def _inferred(events: Sequence[Overflow]) -> dict[str, Setting]:
+    found = {}
+    window = _Window()
+    for left, right in zip(events, events[1:], strict=False):
+        if left.slack is None or right.slack is None or left.after is None or right.before is None:
+            continue
+        gap = right.step - left.step - 1
+        if gap >= 0 and right.before >= left.after:
+            window.narrow(gap, left.slack + right.slack, _doublings(left.after, right.before))
+    setting = window.setting()
+    if setting is not None:
+        found["loss_scale_window"] = setting
+    counts = [event.hysteresis for event in events if event.hysteresis is not None]
+    if counts:
+        found["hysteresis"] = Setting(max(counts), "log", "an overflow names it")
+        return found
+    spared = 0
+    for event in events:
+        if event.before != event.after:
+            found["hysteresis"] = Setting(
+                spared + 1, "inferred", f"overflows before the first halving: {spared}"
+            )
+            break
+        spared += 1
+    return found

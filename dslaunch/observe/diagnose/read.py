@@ -1,0 +1,246 @@
+"""From logs or a run directory to a diagnosis."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dslaunch.core.errors import ConfigError
+from dslaunch.core.events import to_jsonable
+from dslaunch.core.run_dir import RunDir
+from dslaunch.observe.diagnose.course import Course, Setting, scale_course
+from dslaunch.observe.diagnose.series import Series
+from dslaunch.observe.diagnose.shapes import Record, parse
+from dslaunch.observe.diagnose.source import STDIN, LogFile
+from dslaunch.observe.diagnose.story import Place, Story
+from dslaunch.observe.diagnose.verdicts import Verdict, judge
+
+SCHEMA_VERSION = 1
+_RANK_IN_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
+_FP16_KEYS = (
+    "loss_scale_window",
+    "hysteresis",
+    "min_loss_scale",
+    "consecutive_hysteresis",
+    "initial_scale_power",
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that was found. ``files``: (name, lines)."""
+
+    files: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...]
+    first_step: int | None
+    last_step: int | None
+    num_losses: int
+    num_overflows: int
+    num_skipped: int
+    course: Course
+    loss: Series
+    norm: Series
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def is_wrong(self) -> bool:
+        return any(verdict.severity == "error" for verdict in self.verdicts)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that ``diagnose --json`` prints."""
+        course = self.course
+        report: dict[str, Any] = to_jsonable(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "files": [{"name": name, "lines": lines} for name, lines in self.files],
+                "notes": list(self.notes),
+                "steps": {"first": self.first_step, "last": self.last_step},
+                "num_losses": self.num_losses,
+                "num_overflows": self.num_overflows,
+                "num_skipped": self.num_skipped,
+                "verdicts": [_verdict_json(verdict) for verdict in self.verdicts],
+                "settings": {name: asdict(setting) for name, setting in course.settings.items()},
+                "growths": [asdict(growth) for growth in course.growths],
+                "loss_scale": {
+                    "points": [list(point) for point in course.points],
+                    "last": course.last_scale,
+                    "last_is_inferred": course.last_scale_inferred,
+                },
+                "loss": self.loss.to_json(),
+                "grad_norm": self.norm.to_json(),
+            }
+        )
+        return report
+
+
+def diagnose(paths: Sequence[str], stated: Mapping[str, float] | None = None) -> Diagnosis:
+    """Read logs (``-``: stdin) or one run directory, and judge.
+
+    ``stated``: settings of the fp16 section that the user knows. Raises ConfigError where a file cannot be read,
+    or where nothing in them is known.
+    """
+    given = {name: Setting(value, "flag", "as given") for name, value in (stated or {}).items()}
+    story = Story(given)
+    files, notes = [], []
+    for path in paths:
+        if path != STDIN and Path(path).is_dir():
+            files += _read_directory(Path(path), story, notes)
+        else:
+            files.append(_read_log(path, story, notes))
+    if story.known == 0 or not _tells_something(story):
+        lines = sum(lines for _, lines in files)
+        raise ConfigError(
+            f"{', '.join(name for name, _ in files)}: no line of {lines} tells of a loss, a norm or a loss scale",
+            hint="DeepSpeed 0.19 logs overflows only at level INFO: in the script, "
+            'deepspeed.utils.logger.setLevel("INFO") and the same for its handlers',
+        )
+    return _diagnosis(story, files, notes)
+
+
+def _tells_something(story: Story) -> bool:
+    found = (story.num_overflows, story.loss.count, story.norm_series.points, story.scale_series.points)
+    return any(found) or story.minimum is not None or story.last_step is not None
+
+
+def _diagnosis(story: Story, files: list[tuple[str, int]], notes: list[str]) -> Diagnosis:
+    observed = [(round(point.last), point.mean) for point in story.scale_series.points]
+    course = scale_course(
+        list(story.overflows), observed=observed, last_step=story.last_step, stated=story.settings
+    )
+    if story.num_overflows > len(story.overflows):
+        notes.append(
+            f"the scale is drawn from the last {len(story.overflows)} of {story.num_overflows} overflows"
+        )
+    return Diagnosis(
+        files=tuple(files),
+        notes=tuple(notes),
+        first_step=story.first_step,
+        last_step=story.last_step,
+        num_losses=story.loss.count,
+        num_overflows=story.num_overflows,
+        num_skipped=max(story.num_overflows, story.num_skipped or 0),
+        course=course,
+        loss=story.loss_series,
+        norm=story.norm_series,
+        verdicts=tuple(judge(story)),
+    )
+
+
+def _read_log(path: str, story: Story, notes: list[str]) -> tuple[str, int]:
+    log = LogFile(path)
+    match = _RANK_IN_NAME.search(Path(path).name)
+    rank = int(match[1]) if match else None
+    name = log.name
+    for found in log.found():
+        for record in parse(found):
+            if record.rank is None:
+                record.rank = rank
+            story.add(record, name)
+    if log.is_cut:
+        notes.append(f"{name} ends in the middle of its gzip stream; what stands before was read")
+    return name, log.lines
+
+
+def _read_directory(path: Path, story: Story, notes: list[str]) -> list[tuple[str, int]]:
+    """A run directory: its metrics and events; else the logs of its ranks."""
+    run = RunDir(path)
+    for name, value in _config_settings(run).items():
+        story.settings.setdefault(name, Setting(value, "log", "ds_config.json names it"))
+    if run.metrics.exists():
+        return _read_run(run, story)
+    logs = sorted(run.logs.glob("rank-*.log"), key=lambda log: int(re.sub(r"\D", "", log.stem) or 0))
+    if not logs:
+        raise ConfigError(
+            f"{path} holds neither metrics.jsonl nor logs/rank-N.log",
+            hint="give a run directory, or the log files themselves",
+        )
+    return [_read_log(str(log), story, notes) for log in logs]
+
+
+def _config_settings(run: RunDir) -> dict[str, float]:
+    try:
+        config = json.loads(run.ds_config.read_text(encoding="utf-8"))
+        fp16 = config.get("fp16", {})
+        found = (
+            {name: float(fp16[name]) for name in _FP16_KEYS if name in fp16} if fp16.get("enabled") else {}
+        )
+        zero = config.get("zero_optimization", {})
+        if isinstance(zero.get("overlap_comm"), bool):
+            found["overlap_comm"] = float(zero["overlap_comm"])
+    except (OSError, ValueError, TypeError, AttributeError):  # not there, or not ours
+        return {}
+    return found
+
+
+def _read_run(run: RunDir, story: Story) -> list[tuple[str, int]]:
+    counts = {run.metrics: 0, run.events: 0}
+    rows = [_rows(path, counts) for path in counts if path.exists()]
+    for _, path, number, row in heapq.merge(*rows, key=lambda item: item[0]):
+        record = _record(row, number)
+        if record is not None:
+            story.add(record, str(path))
+    return [(str(path), lines) for path, lines in counts.items() if path.exists()]
+
+
+def _rows(path: Path, counts: dict[Path, int]) -> Iterator[tuple[str, Path, int, dict[str, Any]]]:
+    """(time, path, line, object) of each whole line of a JSON-lines file."""
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                counts[path] = number
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue  # the last one, being written
+                if isinstance(row, dict):
+                    row["_text"] = line[:300]
+                    yield str(row.get("time", "")), path, number, row
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _record(row: dict[str, Any], number: int) -> Record | None:
+    kind, step = row.get("kind"), row.get("step")
+    text = row["_text"]
+    if kind == "step_skipped" and isinstance(step, int):
+        before, after = _float(row.get("loss_scale")), _float(row.get("next_loss_scale"))
+        scaled = (before is not None and before != 1.0) or after not in (None, before)
+        return Record(
+            "overflow",
+            number,
+            step,
+            before=before if scaled else None,
+            after=after if scaled else None,
+            text=text,
+        )
+    if kind == "train" and isinstance(step, int):
+        scale = _float(row.get("loss_scale"))
+        return Record(
+            "metrics", number, step, loss=_float(row.get("loss")), norm=_float(row.get("grad_norm")),
+            scale=None if scale == 1.0 else scale, text=text,
+        )  # fmt: skip
+    if kind == "rank_error" and "already at minimum" in str(row.get("message")):
+        return Record("minimum", number, text=text)
+    if kind in ("train_start", "resumed") and isinstance(step, int):
+        return Record("mark", number, step, text=text) if kind == "resumed" else None
+    return None
+
+
+def _float(value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+    return {**vars(verdict), "evidence": [_place_json(place) for place in verdict.evidence]}
+
+
+def _place_json(place: Place) -> dict[str, Any]:
+    return {"file": place.file, "line": place.line, "step": place.step, "text": place.text}
