@@ -114,6 +114,11 @@ def test_checking_a_config_imports_click_alone(argv: tuple[str, ...], tmp_path: 
     assert third_party(imported(*argv, cwd=tmp_path)) == {"click"}
 
 
+def test_diagnosing_a_log_imports_click_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("{'loss': 2.0, 'grad_norm': 1.0}\n" * 3)
+    assert third_party(imported("diagnose", "train.log", cwd=tmp_path)) == {"click"}
+
+
 def test_the_probe_sees_an_import(tmp_path: Path) -> None:
     """The probe itself must be able to fail: a sitecustomize-free import inside a verb shows up."""
     (tmp_path / "sneaky.py").write_text("import wave\n")

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 _MAX_GROWTHS = 8
 _MAX_TEXT = 160
+_LAST_SCALE = {
+    "logged": "at the end",
+    "inferred": "at the end (inferred)",
+    "last overflow": "after the last overflow",
+}
 
 
 @click.command("diagnose", context_settings={"help_option_names": ["-h", "--help"]})
@@ -99,8 +104,7 @@ def _head(found: Diagnosis) -> list[str]:
     parts.append(f"{found.num_losses:,} losses")
     parts.append(f"{found.num_skipped:,} steps skipped")
     if found.course.last_scale is not None:
-        word = " (inferred)" if found.course.last_scale_inferred else ""
-        parts.append(f"loss scale {found.course.last_scale:g} at the end{word}")
+        parts.append(f"loss scale {found.course.last_scale:g} {_LAST_SCALE[found.course.last_scale_is]}")
     return [names, ", ".join(parts)]
 
 
@@ -122,10 +126,8 @@ def _settings(course: Course) -> list[str]:
         for name, setting in course.settings.items()
         if name in ("loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
     ]
-    if "loss_scale_window" not in course.settings and any(not growth.logged for growth in course.growths):
-        shown.append(
-            "loss_scale_window unknown: --set fp16.loss_scale_window=N places the growths on their steps"
-        )
+    if "loss_scale_window" not in course.settings and course.growths:
+        shown.append("loss_scale_window unknown: with --set fp16.loss_scale_window=N growths get their steps")
     return ["settings", *(f"  {text}" for text in shown)] if shown else []
 
 
@@ -137,7 +139,8 @@ def _growths(course: Course) -> list[str]:
     for growth in course.growths[:_MAX_GROWTHS]:
         times = "once" if growth.times == 1 else f"{growth.times} times"
         end = "the end" if growth.before_step is None else f"step {growth.before_step}"
-        where = f"first at step {growth.step}" if growth.step is not None else "on a step that is not known"
+        word = "first at" if growth.exact else "first at about"
+        where = f"{word} step {growth.step}" if growth.step is not None else "on a step that is not known"
         lines.append(
             f"  doubled {times} between step {growth.after_step} and {end}, {growth.scale:g} to "
             f"{growth.next_scale:g}; {where}"

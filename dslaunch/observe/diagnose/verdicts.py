@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dslaunch.observe.diagnose.story import Place, Story, Streak
+from dslaunch.observe.diagnose.facts import Place, Streak
+from dslaunch.observe.diagnose.story import Story
 
 Severity = Literal["error", "warning", "info"]
 
@@ -50,9 +51,9 @@ def _at_minimum(story: Story) -> Iterator[Verdict]:
         "error",
         f"the loss scale is at its minimum ({value}) and gradients still overflow",
         "no smaller scale can help: what is not finite comes from the model or the data, not from the scale",
-        "find the first step whose loss is nan or inf; train in bf16 if the model was made in bf16 (LLaMA-2, T5, "
-        "Gemma), else lower the learning rate and look at the batch of that step. A static or larger minimum "
-        "scale only hides it",
+        "find the first step whose loss is nan or inf; train in bf16 if the model was made in bf16 (LLaMA-2, "
+        "T5, Gemma), else lower the learning rate and look at the batch of that step. A static scale or a "
+        "larger minimum only hides it",
         evidence,
     )
 
@@ -69,12 +70,13 @@ def _forward(story: Story) -> Iterator[Verdict]:
     yield Verdict(
         "forward_nonfinite",
         "error" if still else "warning",
-        f"the loss itself is not finite {'from the first line on' if from_first else _at(place)}: forward gives nan or inf",
+        f"the loss itself is not finite {'from the first line on' if from_first else _at(place)}:"
+        " forward gives nan or inf",
         "the steps were skipped, so the weights are not what broke: no loss scale can mend a forward pass"
         if loss.bad_with_skips
-        else "a loss that is nan or inf before any step was taken comes from the weights, the data or the precision",
-        "check the weights for nan and the labels of that batch (all ignored gives 0/0); use bf16 or fp32 where "
-        "activations pass 65504, the largest fp16 number",
+        else "a loss that is nan or inf at once comes from the weights, the data or the precision",
+        "check the weights for nan and the labels of that batch (all ignored gives 0/0); use bf16 or fp32 "
+        "where activations pass 65504, the largest fp16 number",
         _places(place, loss.bad.last if still else None),
     )
 
@@ -93,11 +95,11 @@ def _race(story: Story) -> Iterator[Verdict]:
         "overlap_race",
         "error",
         f"loss 0 with a gradient norm that is nan or never changes, {race.count} lines in a row",
-        "known from ZeRO stages 1 and 2 with overlap_comm: buffers are used again while they are still being reduced"
+        "known from ZeRO stages 1 and 2 with overlap_comm: buffers are used again while being reduced"
         + said[on.value if on else None],
-        'set "overlap_comm": false in zero_optimization (or a larger reduce_bucket_size) and start again from a '
-        "checkpoint before the first of these lines; newer DeepSpeed has mended it in part. The transformers "
-        "Trainer also shows a loss of nan as 0: logging_nan_inf_filter=False tells",
+        'set "overlap_comm": false in zero_optimization (or a larger reduce_bucket_size) and go back to '
+        "a checkpoint before the first of these lines. The transformers Trainer also shows a nan loss as 0: "
+        "logging_nan_inf_filter=False tells",
         _places(race.first, race.last),
     )
 
@@ -139,11 +141,8 @@ def _skipping(story: Story) -> Iterator[Verdict]:
             "bf16 and static scales have nothing to lower: a skip means a gradient that is not finite"
             if unscaled
             else "more than a scale that is too high explains: gradients are not finite at any scale",
-            "look at the loss and the batches of these steps; under fp16 try bf16, a lower learning rate or a "
-            "longer warm-up"
-            if not unscaled
-            else "look at the loss and the batches of these steps (replay one with anomaly detection), lower the "
-            "learning rate or clip",
+            "look at the loss and the batches of these steps; "
+            + ("lower the learning rate or clip" if unscaled else "try bf16, or a lower learning rate"),
             _places(streak.first, streak.last),
         )
         return
@@ -166,6 +165,8 @@ def _worst_streak(story: Story) -> Streak | None:
 def _too_often(story: Story) -> Iterator[Verdict]:
     steps, skipped = _counted(story)
     rest = story.num_streaks - 1
+    if story.streaks and story.streaks[0].at_start:
+        steps, skipped = steps - story.streaks[0].count, skipped - story.streaks[0].count
     unscaled = story.unscaled.count
     if steps >= _RATE_STEPS and skipped / steps >= _HIGH_RATE and story.num_after_growth <= rest / 2:
         rate = skipped / steps
@@ -174,8 +175,8 @@ def _too_often(story: Story) -> Iterator[Verdict]:
             "persistent_skipping",
             severity,
             f"{skipped} of {steps} steps were skipped ({rate:.0%})",
-            "a healthy scale overflows about once per loss_scale_window steps, after it has doubled; these come "
-            "more often, without a doubling before them",
+            "a healthy scale overflows about once in loss_scale_window steps, when it has doubled; these come"
+            " without a doubling before them",
             "look at the losses and batches of the skipped steps; try bf16, or a lower learning rate",
             _ends(story),
         )
@@ -184,7 +185,7 @@ def _too_often(story: Story) -> Iterator[Verdict]:
             "persistent_skipping",
             "warning",
             f"{unscaled} step{'s' * (unscaled > 1)} skipped without a dynamic loss scale",
-            "under bf16 or a static scale each skip is a gradient that is nan or inf, or (static) a scale too high",
+            "under bf16 each skip is a gradient that is nan or inf; a static scale may be too high",
             "look at the batches of these steps",
             _places(story.unscaled.first, story.unscaled.last),
         )
@@ -209,8 +210,8 @@ def _loss_nan(story: Story) -> Iterator[Verdict]:
             "error",
             f"the loss is nan or inf {_at(loss.bad.first)} and stays so",
             "it was finite before and no step was seen to be skipped: a step has put nan into the weights",
-            "go back to a checkpoint before it; clip gradients, lower the learning rate, and keep overflow checks "
-            "on (bf16.check_grad_overflow; fp32 at stage 0 has none)",
+            "go back to a checkpoint before it; clip gradients, lower the learning rate, and keep overflow "
+            "checks on (bf16.check_grad_overflow; fp32 at stage 0 has none)",
             _places(loss.bad.first, loss.bad.last),
         )
 
@@ -225,10 +226,11 @@ def _diverging(story: Story) -> Iterator[Verdict]:
     yield Verdict(
         "diverging",
         "error",
-        f"the loss grows: {loss.best_mean:.4g} {_at(loss.best_place)}, {mean:.4g} at the end (means of 8 lines)",
+        f"the loss grows: {loss.best_mean:.4g} {_at(loss.best_place, 'at')}, {mean:.4g} at the end"
+        " (means of 8 lines)",
         "training has left what it had reached",
-        "go back to a checkpoint before the rise and lower the learning rate (a half to a third), lengthen the "
-        "warm-up, clip at 1.0",
+        "go back to a checkpoint before the rise, then take half the learning rate, a longer warm-up, or "
+        "clipping at 1.0",
         _places(loss.best_place, loss.last_place),
     )
 
@@ -236,6 +238,8 @@ def _diverging(story: Story) -> Iterator[Verdict]:
 def _warm_up(story: Story) -> Iterator[Verdict]:
     first = story.streaks[0] if story.streaks else None
     if first is None or not first.at_start or first.scale_from is None or _worst_streak(story) is first:
+        return
+    if any(verdict.severity == "error" for verdict in _too_often(story)):
         return
     over = _is_over(story, first)
     yield Verdict(
@@ -258,7 +262,8 @@ def _saw_tooth(story: Story) -> Iterator[Verdict]:
     yield Verdict(
         "saw_tooth",
         "info",
-        f"{count} overflow{'s' * (count > 1)} now and then, up to {max(s.count for s in later)} in a row: normal",
+        f"overflows now and then, at {count} place{'s' * (count > 1)} and up to "
+        f"{max(s.count for s in later)} in a row: normal",
         "the scale doubles after each quiet window until it is too high, and is halved again",
         "nothing to do; a larger fp16.loss_scale_window makes them rarer",
         _places(later[0].first, later[-1].last),
@@ -291,10 +296,10 @@ def _places(*places: Place | None) -> tuple[Place, ...]:
     return tuple(found)
 
 
-def _at(place: Place | None) -> str:
+def _at(place: Place | None, word: str = "from") -> str:
     if place is None:
         return ""
-    return f"from step {place.step}" if place.step is not None else f"from line {place.line}"
+    return f"{word} step {place.step}" if place.step is not None else f"{word} line {place.line}"
 
 
 _RULES: tuple[Callable[[Story], Iterator[Verdict]], ...] = (

@@ -1,0 +1,161 @@
+"""What `dslaunch diagnose` costs on long logs: CPU seconds and peak memory of the whole process.
+
+    python benchmarks/diagnose.py [--gib 1.0] [--only deepspeed] [--json]
+
+The logs are made here: a DeepSpeed fp16 run of 8 ranks (overflow lines, progress bars, losses, and the talk
+of libraries between them: 1.4 KB a step), a Megatron run (nothing but lines of a step), a trainer's (nothing
+but losses and norms) and one without a line feed (nothing but progress bars). Exit code 1 where the first
+takes more than 30 CPU seconds per GiB, or one takes over 16 MiB more memory than one of a hundredth of its size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+LIMIT_S_PER_GIB = 30.0
+LIMIT_GROWTH_MIB = 16.0
+LIMITED = ("deepspeed",)
+GIB = 1 << 30
+
+_RUN = """
+import json, os, resource, sys
+from dslaunch.cli.main import main
+null = os.open(os.devnull, os.O_WRONLY)
+keep = os.dup(1); os.dup2(null, 1)
+code = main(["diagnose", sys.argv[1], "--json"])
+sys.stdout.flush(); os.dup2(keep, 1)
+use = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps({"code": code, "cpu_s": use.ru_utime + use.ru_stime, "rss_mib": use.ru_maxrss / 1024}))
+"""
+
+
+def loss(step: int) -> float:
+    return 2 + step % 100 / 1000
+
+
+def norm(step: int) -> float:
+    return 1 + step % 13 / 7
+
+
+def deepspeed_log() -> Iterator[str]:
+    """Steps of 8 ranks, with a line of talk from each: 1.4 KB a step, a tenth of it numbers."""
+    step, scale = 0, 65536
+    while True:
+        step += 1
+        stamp = f"[2026-01-01 {step // 3600 % 24:02}:{step // 60 % 60:02}:{step % 60:02},123]"
+        if step % 1001 == 0:
+            for rank in range(8):
+                yield (
+                    f"{stamp} [INFO] [loss_scaler.py:266:update_scale] [deepspeed] OVERFLOW! Rank {rank} "
+                    f"Skipping step. Attempted loss scale: {scale}, reducing to {scale // 2}\n"
+                )
+            scale = max(1024, scale // 2)
+        for rank in range(8):
+            yield (
+                f"{stamp} [INFO] [rank{rank}] fetched bucket {step % 7} of shard {rank} in 0.0{step % 97} s, "
+                "cache 12 of 16 GiB, queue 4, allocator 40.2 GiB reserved\n"
+            )
+        yield f"\r 10%|#         | {step}/9000000 [10:00<90:00,  1.10it/s]\n"
+        yield f"{{'loss': {loss(step)}, 'grad_norm': {norm(step)}, 'learning_rate': 1e-05}}\n"
+        if step % 10 == 0:
+            prefix = f"{stamp} [INFO] [logging.py:123:log_dist] [Rank 0]"
+            yield f"{prefix} step={step}, skipped={step // 1001}, lr=[1e-05]\n"
+
+
+def megatron_log() -> Iterator[str]:
+    step = 0
+    while True:
+        step += 1
+        yield (
+            f" [2026-01-01 00:00:00] iteration {step:8}/ 9000000 | consumed samples: {step * 64:12} | "
+            f"elapsed time per iteration (ms): 99.5 | learning rate: 1.000E-05 | global batch size: 64 | "
+            f"lm loss: {loss(step):.6E} | loss scale: 65536.0 | grad norm: {norm(step):.3f} | number of "
+            "skipped iterations:   0 | number of nan iterations:   0 |\n"
+        )
+
+
+def trainer_log() -> Iterator[str]:
+    step = 0
+    while True:
+        step += 1
+        yield (
+            f"{{'loss': {loss(step):.4f}, 'grad_norm': {norm(step)}, "
+            f"'learning_rate': 1.5e-05, 'epoch': {step / 1e6:.4f}}}\n"
+        )
+
+
+def bar_log() -> Iterator[str]:
+    step = 0
+    while True:
+        step += 1
+        yield f"\rtrain: 10%|#####     | {step}/90000000 [10:00<90:00, 1.10it/s, loss={loss(step):.3f}]"
+
+
+LOGS: dict[str, Callable[[], Iterator[str]]] = {
+    "deepspeed": deepspeed_log,
+    "megatron": megatron_log,
+    "trainer": trainer_log,
+    "no line feed": bar_log,
+}
+
+
+def write(path: Path, lines: Iterator[str], size: int) -> None:
+    written, part = 0, []
+    with path.open("w", encoding="utf-8") as stream:
+        while written < size:
+            part = [next(lines) for _ in range(20_000)]
+            text = "".join(part)
+            stream.write(text)
+            written += len(text)
+
+
+def measure(path: Path) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, str(path)], stdout=subprocess.PIPE, text=True, check=True, env=os.environ
+    )
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    assert result["code"] == 0, "the log is made without anything wrong in it"
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gib", type=float, default=1.0, help="size of each log")
+    parser.add_argument("--only", choices=sorted(LOGS), action="append", help="this log (repeatable)")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows, broken = {}, False
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "train.log"
+        for name in options.only or LOGS:
+            lines = LOGS[name]
+            write(path, lines(), int(options.gib * GIB / 100))
+            small = measure(path)
+            write(path, lines(), int(options.gib * GIB))
+            large = measure(path)
+            growth = large["rss_mib"] - small["rss_mib"]
+            rows[name] = {**large, "rss_growth_mib": growth, "gib": path.stat().st_size / GIB}
+            slow = name in LIMITED and large["cpu_s"] > LIMIT_S_PER_GIB * max(rows[name]["gib"], 0.05)
+            broken |= slow or growth > LIMIT_GROWTH_MIB
+            if not options.json:
+                print(
+                    f"{name:14} {rows[name]['gib']:6.2f} GiB  {large['cpu_s']:7.2f} CPU s  peak "
+                    f"{large['rss_mib']:6.1f} MiB (+{growth:.1f} over a hundredth of it)",
+                    flush=True,
+                )
+    if options.json:
+        print(json.dumps(rows, indent=2))
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The parts of a story: places in logs, overflows in a row, lines in a row, and the losses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+LOSS_WINDOW = 8  # losses in the mean that is watched for divergence
+
+
+@dataclass(slots=True)
+class Place:
+    """Where something was seen. ``step`` is None where the log does not say."""
+
+    file: str
+    line: int
+    step: int | None
+    raw: bytes
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.raw.decode("utf-8", "replace").split())
+
+
+@dataclass(slots=True)
+class Streak:
+    """Overflows in a row. ``losses`` and ``bad_losses``: how many lines with a loss stood among them."""
+
+    first: Place
+    last: Place
+    first_step: int
+    count: int = 1
+    scale_from: float | None = None
+    scale_to: float | None = None
+    at_start: bool = False
+    after_growth: bool = False
+    num_losses: int = 0
+    over: bool = False
+
+
+@dataclass(slots=True)
+class Run:
+    """Lines in a row for which something holds."""
+
+    count: int = 0
+    first: Place | None = None
+    last: Place | None = None
+
+    def add(self, place: Place) -> None:
+        self.first = self.first or place
+        self.last = place
+        self.count += 1
+
+
+@dataclass
+class LossStory:
+    """Losses in the order of the log; only those of training."""
+
+    count: int = 0
+    first: float | None = None
+    first_place: Place | None = None
+    last: float | None = None
+    last_place: Place | None = None
+    bad: Run = field(default_factory=Run)  # not finite, up to now
+    num_bad_runs: int = 0
+    best_mean: float = math.inf
+    best_place: Place | None = None
+    window: list[float] = field(default_factory=list)  # the last losses, fewer than LOSS_WINDOW
+    recent_mean: float | None = None  # of the last whole window
+    bad_with_skips: bool = False

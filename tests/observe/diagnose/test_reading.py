@@ -1,0 +1,194 @@
+"""One log written in many ways, run directories, and logs that are long, cut or no logs at all."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import random
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from dslaunch.core.errors import ConfigError
+from dslaunch.core.events import JsonlWriter
+from dslaunch.observe.diagnose.read import diagnose
+from tests.observe.diagnose.logs import names, overflow_line, read, zero_log
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_interleave_say_the_same_as_one(seed: int, tmp_path: Path) -> None:
+    """Each rank says its lines in order, up to two steps late."""
+    overflows = {1, 2, 3, 40, 90, 91}
+    simulated = zero_log(overflows, 120)
+    made = simulated.lines
+    times = [sum(low < step < high for step in simulated.growths) for low, high in ((3, 40), (40, 90))]
+    alone = read(tmp_path, made, loss_scale_window=10.0)
+    draw = random.Random(seed)
+    keyed = [(float(place), line) for place, line in enumerate(made)]
+    for rank in range(1, 5):
+        last = 0.0
+        for place, line in enumerate(made):
+            if "Rank 0" in line:
+                last = max(last, place + draw.random() * 6)
+                keyed.append((last, line.replace("Rank 0", f"Rank {rank}")))
+    found = read(tmp_path, [line for _, line in sorted(keyed)], loss_scale_window=10.0)
+    assert found.num_overflows == alone.num_overflows == 6
+    for course in (found.course, alone.course):  # what comes after the last overflow depends on its very step
+        assert [growth.times for growth in course.growths if growth.before_step] == times
+        assert {scale for _, scale in course.points} >= set(simulated.scales[:92])
+    assert names(found) == names(alone)
+
+
+def test_ranks_without_a_name_are_counted_once(tmp_path: Path) -> None:
+    """DeepSpeed 0.1 says no rank: four lines at once are one overflow, the same ones later another."""
+
+    def burst(before: int, minute: int) -> list[str]:
+        line = (
+            f"[2026-03-01 10:{minute:02}:00,100] [INFO] [deepspeed] OVERFLOW! Skipping step. Attempted loss "
+        )
+        return [f"{line}scale: {before}, reducing to {before // 2}"] * 4
+
+    found = read(tmp_path, [*burst(64, 0), *burst(32, 1), *burst(16, 2), *burst(16, 50)])
+    assert found.num_overflows == 4
+
+
+def test_stage_0_repeats_itself(tmp_path: Path) -> None:
+    lines = []
+    for iteration, before in ((0, 64), (1, 32), (30, 32)):
+        block = [
+            f"Grad overflow on iteration {iteration}",
+            f"Reducing dynamic loss scale from {before} to {before / 2}",
+            "[Rank 0] Overflow detected. Skipping step. "
+            f"Attempted loss scale: {before}, reducing to {before / 2}",
+        ]
+        lines += [line for line in block for _ in range(3)]
+        if iteration == 1:
+            lines += [
+                "No Grad overflow for 20 iterations",
+                "Increasing dynamic loss scale from 16.0 to 32.0",
+            ] * 3
+    found = read(tmp_path, lines)
+    assert found.course.overflow_steps == (1, 2, 31)
+    assert found.course.settings["loss_scale_window"].value == 20
+    assert found.course.growths == ()  # it was logged
+
+
+def test_compressed_from_stdin_and_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = zero_log({1, 2, 3, 60}, 80)
+    data = ("\n".join(made.lines) + "\n").encode()
+    plain = read(tmp_path, data)
+    packed = gzip.compress(data[:900]) + gzip.compress(data[900:])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(packed)))
+    (tmp_path / "packed").write_bytes(packed)
+    (tmp_path / "a").write_bytes(b"\n".join(data.split(b"\n")[:90]) + b"\n")
+    (tmp_path / "b").write_bytes(b"\n".join(data.split(b"\n")[90:]))
+    for paths in (["-"], [str(tmp_path / "packed")], [str(tmp_path / "a"), str(tmp_path / "b")]):
+        found = diagnose(paths)
+        assert found.course == plain.course
+        assert [(v.name, v.title) for v in found.verdicts] == [(v.name, v.title) for v in plain.verdicts]
+        assert sum(lines for _, lines in found.files) == data.count(b"\n")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_log_that_ends_anywhere(seed: int, tmp_path: Path) -> None:
+    """Cut at any byte, plain or compressed: a diagnosis or one clear error, never another exception."""
+    data = "\n".join(zero_log({1, 2, 3, 20}, 30).lines).encode()
+    draw = random.Random(seed)
+    for cut in (data[: draw.randrange(len(data))], gzip.compress(data)[: draw.randrange(1, 700)]):
+        try:
+            num_overflows = read(tmp_path, cut).num_overflows
+        except ConfigError:
+            num_overflows = 0  # nothing in it yet
+        assert num_overflows <= 4
+
+
+def test_noise_of_any_kind(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    words = [b"loss", b": ", b"1.5", b"OVERFLOW!", b"Attempted loss scale: ", b"|", b"\n", b"\r",
+             b"\xff", b"iteration 3/ 9 |", b"step=1, skipped=", b"nan", b" [", b"7/9 [0", b"hysteresis",
+             b"loss scale: 0.0", b"reducing to 0, "]  # fmt: skip
+    for _ in range(300):
+        try:
+            read(tmp_path, b"".join(draw.choices(words, k=60))).to_json()
+        except ConfigError:
+            pass
+
+
+def test_a_run_directory(tmp_path: Path) -> None:
+    metrics, events = JsonlWriter(tmp_path / "metrics.jsonl"), JsonlWriter(tmp_path / "events.jsonl")
+    (tmp_path / "ds_config.json").write_text(json.dumps({"fp16": {"enabled": True, "loss_scale_window": 10}}))
+    events.write("train_start", step=0, total_steps=30)
+    scale = 65536.0
+    for step in range(1, 31):
+        bad = step in (1, 2)
+        if bad:
+            events.write(
+                "step_skipped", step=step, reason="overflow", loss_scale=scale, next_loss_scale=scale / 2
+            )
+        loss = float("nan") if step > 25 else 2.0
+        metrics.write("train", step=step, loss=loss, grad_norm=1 + step / 9, loss_scale=scale, skipped=bad)
+        scale = scale / 2 if bad else scale
+    for writer in (metrics, events):
+        writer.close()
+    found = diagnose([str(tmp_path)])
+    assert found.course.overflow_steps == (1, 2)
+    assert names(found) == ["loss_nan", "warm_up_descent"]
+    assert found.verdicts[0].evidence[0].step == 26
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_a_run_of_another_script_has_its_ranks_logs(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for rank in range(2):
+        lines = zero_log({1, 2, 3}, 40, window=1000).lines
+        (tmp_path / f"logs/rank-{rank}.log").write_text("\n".join(lines) + "\n")
+    found = diagnose([str(tmp_path)])
+    assert found.num_overflows == 3 and names(found) == ["warm_up_descent"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nowhere", "no such file"),
+        ("empty", "no line of 0 tells"),
+        ("other", "no line of 2 tells"),
+        ("dir", "neither"),
+    ],
+)
+def test_what_cannot_be_read(name: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "other").write_text("hello\nworld\n")
+    (tmp_path / "dir").mkdir()
+    with pytest.raises(ConfigError, match=says):
+        diagnose([str(tmp_path / name)])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r"], ids=["lines", "one line of bars"])
+def test_memory_does_not_grow_with_the_log(end: str, tmp_path: Path) -> None:
+    """50 MB: the peak of what Python allocates stays within a few blocks."""
+    step = 0
+    path = tmp_path / "long.log"
+    talk = (
+        "[rank3] a bucket of 500000000 was reduced, the allocator holds 40 GiB, all is well, nothing to see"
+    )
+    with path.open("w") as stream:
+        while stream.tell() < 50_000_000:
+            part = []
+            for _ in range(200):
+                step += 1
+                part += [talk] * 60
+                part.append(f"{step}/900000 [00:10<10:00, 1.0it/s, loss={2 + step % 100 / 100}]")
+                if step % 50 == 0:
+                    part.append(overflow_line(64, 32, step=step))
+            stream.write(end.join(part) + end)
+    tracemalloc.start()
+    try:
+        found = diagnose([str(path)])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.num_losses == step
+    assert peak < 12_000_000
