@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dslaunch.cli.doctor_report import Report
     from dslaunch.config.hosts import ResolvedHosts
     from dslaunch.core.devices import Inventory
-    from dslaunch.core.plan import LaunchPlan, Via
+    from dslaunch.core.plan import LaunchPlan
     from dslaunch.launch.probing import Probed, ProbeRequest
 
 
@@ -38,9 +38,17 @@ if TYPE_CHECKING:
     "--timeout", "timeout_s", type=click.FloatRange(min=1), default=30.0, show_default=True,
     metavar="SECONDS", help="How long each host may take to answer.",
 )  # fmt: skip
+@click.option(
+    "--build-ops", is_flag=True, help="Then build DeepSpeed's compiled ops on every host, once for each kind."
+)
 @options.json_option
 def command(
-    run_file: str | None, set_: tuple[str, ...], timeout_s: float, as_json: bool, **flags: Any
+    run_file: str | None,
+    set_: tuple[str, ...],
+    timeout_s: float,
+    build_ops: bool,
+    as_json: bool,
+    **flags: Any,
 ) -> int:
     """Say what this machine lacks for a run, or with a run file or --hostfile what its hosts lack.
 
@@ -60,21 +68,32 @@ def command(
     from dslaunch.core.errors import EXIT_NO, EXIT_OK
 
     talk(summary(report))
+    if build_ops:
+        return _build_ops(case, report)
     return EXIT_OK if report.is_ready else EXIT_NO
+
+
+def _build_ops(case: _Case, report: Report) -> int:
+    from dslaunch.cli.doctor_ops import build_ops, ops_to_build
+    from dslaunch.core.errors import EXIT_NO
+
+    # A lock that a killed build left is removed by the next build.
+    if any(finding.severity == "error" and finding.code != "stale-lock" for finding in report.findings):
+        talk("no op was built: see the errors")
+        return EXIT_NO
+    return build_ops(case.launch, ops_to_build(case.launch.device_type, case.ds_config))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """What is looked at: the hosts, and what would run there. ``launch``: None without a run file."""
+    """What is looked at: the hosts, and what would run there.
+
+    ``ds_config``: of the run file; None without one, and then ``launch`` is that of any Python script.
+    """
 
     hosts: ResolvedHosts
-    via: Via
-    launch: LaunchPlan | None
-    python: str
-    cwd: str
-    run_dir: Path
-    master_addr: str | None
-    master_port: int | None
+    launch: LaunchPlan
+    ds_config: Mapping[str, Any] | None
 
 
 def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any]) -> _Case:
@@ -82,17 +101,17 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
     from dslaunch.config.hosts import choose_via, resolve_hosts
     from dslaunch.config.load import load_flags
     from dslaunch.core.errors import ConfigError
+    from dslaunch.core.plan import LaunchPlan
     from dslaunch.core.run_dir import runs_root
     from dslaunch.launch.local import check_hosts
 
     if set_ and run_file is None:
         raise click.UsageError("--set changes a run file, and there is none here")
-    launch, run_dir = None, flags.pop("run_dir")
+    plan, run_dir = None, flags.pop("run_dir")
     if flags["via"] not in (None, "auto", "local", "ssh", "slurm"):
         raise ConfigError(f"--via {flags['via']!r} is not one of auto, local, ssh, slurm")
     if run_file is not None:
         plan, loaded = options.load_and_resolve_with_spec(run_file, set_=set_, run_dir=run_dir, **flags)
-        launch = plan.launch
     else:
         other = ("master_addr", "master_port", "via")
         cluster = {name: value for name, value in flags.items() if name not in other}
@@ -104,24 +123,24 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
         if problem is not None:
             raise problem
     hosts = resolve_hosts(loaded.spec.cluster, facts)
-    via = launch.via if launch else flags["via"]
+    via = plan.launch.via if plan else flags["via"]
     via = choose_via(hosts, facts)[0] if via in (None, "auto") else via
     if via == "local":
         check_hosts(hosts.topology)
-    if launch is not None:
-        folder = Path(launch.run_dir)
-    else:
-        folder = Path(run_dir) if run_dir else runs_root(os.environ, Path.cwd())
-    return _Case(
-        hosts=hosts,
+    if plan is not None:
+        return _Case(hosts=hosts, launch=plan.launch, ds_config=plan.ds_config)
+    folder = Path(run_dir) if run_dir else runs_root(os.environ, Path.cwd())
+    launch = LaunchPlan(
+        argv=(sys.executable,),
+        topology=hosts.topology,
+        run_dir=str(folder.absolute()),
+        cwd=os.getcwd(),
         via=via,
-        launch=launch,
-        python=launch.argv[0] if launch else sys.executable,
-        cwd=launch.cwd if launch else os.getcwd(),
-        run_dir=folder.absolute(),
-        master_addr=launch.master_addr if launch else flags["master_addr"],
-        master_port=launch.master_port if launch else flags["master_port"],
+        device_type=hosts.device_type,
+        master_addr=flags["master_addr"],
+        master_port=flags["master_port"],
     )
+    return _Case(hosts=hosts, launch=launch, ds_config=None)
 
 
 def _examine(case: _Case, timeout_s: float) -> Report:
@@ -132,22 +151,22 @@ def _examine(case: _Case, timeout_s: float) -> Report:
     from dslaunch.launch.probing import probe_hosts
 
     hosts = case.hosts.topology.hosts
-    here = [case.via != "slurm" and is_this_machine(host.name) for host in hosts]
-    if case.via == "slurm":
+    here = [case.launch.via != "slurm" and is_this_machine(host.name) for host in hosts]
+    if case.launch.via == "slurm":
         slurm.check_job(case.hosts.topology, os.environ)
     elif not all(here):
         ssh.check_client(os.environ)
     findings: list[HostFinding] = []
     began = time.monotonic()
-    with _witness(case.run_dir, findings, needed=not all(here)) as witness:
+    with _witness(Path(case.launch.run_dir), findings, needed=not all(here)) as witness:
         probed = probe_hosts(hosts, _request(case, witness), timeout_s=timeout_s)
     seconds = time.monotonic() - began
     inventories, memory = _read_devices(probed)
     wanted = Wanted(
         device_type=case.hosts.device_type,
         devices=frozenset(case.hosts.devices or ()),
-        cwd=case.cwd,
-        is_trainer=case.launch is not None,
+        cwd=case.launch.cwd,
+        is_trainer=case.ds_config is not None,
     )
     findings += find_problems(probed, inventories, wanted)
     return Report(
@@ -155,7 +174,7 @@ def _examine(case: _Case, timeout_s: float) -> Report:
         inventories=inventories,
         memory=memory,
         precision=_precision(case, probed, inventories),
-        python=case.python,
+        python=case.launch.argv[0],
         differences=find_differences(probed, inventories),
         findings=tuple(findings),
         exclude=hosts_to_exclude(probed, findings),
@@ -189,21 +208,20 @@ def _request(case: _Case, witness: Mapping[str, str] | None) -> ProbeRequest:
     from dslaunch.launch.probing import ProbeRequest
     from dslaunch.launch.text import utf8_environ
 
-    environ = {**utf8_environ(), **(case.launch.env if case.launch else {})}
-    ops = environ.get("TORCH_EXTENSIONS_DIR") or torch_extensions_dir(case.python, environ, case.cwd)
+    launch = case.launch
+    environ = {**utf8_environ(), **launch.env}
+    ops = environ.get("TORCH_EXTENSIONS_DIR") or torch_extensions_dir(launch.argv[0], environ, launch.cwd)
     return ProbeRequest(
-        via=case.via,
-        gpus=case.hosts.device_type == "cuda",
-        python=case.python,
+        python=launch.argv[0],
         packages=PACKAGES,
         environ=environ,
-        cwd=case.cwd,
+        cwd=launch.cwd,
         witness=witness,
         cache=str(cache_dir(environ).absolute()),
         ops=str(ops),
         smi=NVIDIA_SMI,
-        master_addr=case.master_addr,
-        master_port=case.master_port,
+        master_addr=launch.master_addr,
+        master_port=launch.master_port,
     )
 
 

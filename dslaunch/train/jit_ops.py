@@ -45,10 +45,15 @@ def prepare_optimizer(config: Mapping[str, Any], *, timeout_s: float = BUILD_TIM
     Raises EnvironmentNotReady as :func:`prepare_op`.
     """
     for op in optimizer_ops(config):
-        hint = "install the CUDA toolkit of torch's CUDA version and a C++ compiler"
-        if "Adam" in op:
-            hint += ", or set optimizer.params.torch_adam: true"
-        prepare_op(op, hint=hint, timeout_s=timeout_s)
+        prepare_optimizer_op(op, timeout_s=timeout_s)
+
+
+def prepare_optimizer_op(op: str, *, timeout_s: float = BUILD_TIMEOUT_S) -> None:
+    """Build and load one of :func:`optimizer_ops`. Raises EnvironmentNotReady as :func:`prepare_op`."""
+    hint = "install the CUDA toolkit of torch's CUDA version and a C++ compiler"
+    if "Adam" in op:
+        hint += ", or set optimizer.params.torch_adam: true"
+    prepare_op(op, hint=hint, timeout_s=timeout_s)
 
 
 def optimizer_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
