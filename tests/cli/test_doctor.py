@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from dslaunch.cli.doctor_ops import ops_to_build
 from dslaunch.cli.main import main
 
 
@@ -128,3 +130,33 @@ def test_in_a_job_of_several_nodes_local_means_this_one(
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     out, _ = said(capsys, "--via", "local", "--json")
     assert [host["node"] for host in json.loads(out)["hosts"]] == [os.uname().nodename]
+
+
+def test_ops_are_built_where_ranks_look_for_them(ops_dir: Path, tmp_path: Path) -> None:
+    """By a process like the ranks', so in the cache that they are given. The op is there already."""
+    env = {**os.environ, "DSLAUNCH_CACHE": str(tmp_path / "cache")}
+    argv = [sys.executable, "-m", "dslaunch", "doctor", "--build-ops"]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert f"the ops are in {ops_dir}\n" in done.stderr
+    (log,) = (tmp_path / "cache/build-ops").glob("*/logs/rank-0.log")
+    assert f"built on 1 host; logs in {log.parents[1]}\n" in done.stderr
+    assert "Traceback" not in log.read_text()
+
+
+def test_an_op_that_cannot_be_built_is_said(tmp_path: Path) -> None:
+    """No compiler: torch would not build, and doctor has said so before; nothing is started."""
+    env = {**os.environ, "CXX": "no-such-compiler", "DSLAUNCH_CACHE": str(tmp_path / "cache")}
+    argv = [sys.executable, "-m", "dslaunch", "doctor", "--build-ops"]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "error    no c++: DeepSpeed's ops cannot be compiled" in done.stdout
+    assert "no op was built: see the errors\n" in done.stderr
+    assert not (tmp_path / "cache").exists()
+
+
+def test_which_ops_are_built() -> None:
+    assert ops_to_build("cpu", None) == ()
+    assert ops_to_build("cuda", None) == ("FusedAdamBuilder", "CPUAdamBuilder")
+    offload = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert ops_to_build("cuda", offload) == ("CPUAdamBuilder",)

@@ -138,3 +138,16 @@ def test_a_host_that_is_cut_off_in_the_middle(bed: Testbed, doctor: Doctor) -> N
         {"code": "unreachable", "severity": "error", "host": "node1", "hint": None,
          "message": findings(out)["node1"][0]["message"]}]}  # fmt: skip
     assert [host["python"] is None for host in json.loads(out)["hosts"][1:]] == [False, False]
+
+
+def test_ops_are_built_once_on_every_host(
+    bed: Testbed, doctor: Doctor, ops_dir: Path, tmp_path: Path
+) -> None:
+    """They are built already here; each host looks, and says where."""
+    code, _, err = doctor("--build-ops")
+    assert code == 0, err
+    assert "built on 3 hosts; logs in " in err
+    folder = Path(err.rpartition("logs in ")[2].strip())
+    logs = [path.read_text() for path in sorted(folder.glob("logs/rank-*.log"))]
+    assert len(logs) == 3
+    assert all(f"the ops are in {ops_dir}" in log for log in logs)
