@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dslaunch.core.errors import ConfigError, ConfigErrors
+from dslaunch.core.errors import ConfigError, ConfigErrors, EnvironmentNotReady
 from dslaunch.core.packages import missing_packages, packages_missing
 from dslaunch.core.plan import LaunchPlan, RunPlan
 from dslaunch.launch import local, slurm, ssh
 from dslaunch.launch.orders import check_launch, is_elsewhere
 from dslaunch.launch.ports import lease_port
 from dslaunch.launch.text import utf8_environ
+
+_FILES_PER_AGENT = 3  # its stdin, stdout and stderr
+_OTHER_FILES = 128
 
 
 def check_ready(plan: LaunchPlan) -> Mapping[str, str]:
@@ -32,6 +36,7 @@ def check_ready(plan: LaunchPlan) -> Mapping[str, str]:
         slurm.check_job(plan.topology, environ)
     else:
         ssh.check_client(environ)
+    allow_open_files(plan.topology.num_nodes)
     if plan.master_port is not None and not is_elsewhere(plan, plan.topology.hosts[0]):
         lease_port(plan.master_port).close()
     return environ
@@ -47,6 +52,23 @@ def check_packages(plan: RunPlan) -> None:
         return
     if missing := missing_packages():
         raise packages_missing(missing, but="; nothing was started")
+
+
+def allow_open_files(num_hosts: int) -> None:
+    """Raise the soft limit of open files to what so many agents take.
+
+    Raises EnvironmentNotReady where the hard limit is below that.
+    """
+    needed = _FILES_PER_AGENT * num_hosts + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise EnvironmentNotReady(
+            f"{num_hosts} hosts take {needed} open files here, and the limit is {hard}; nothing was started",
+            hint="have the limit raised (ulimit -Hn), or use fewer hosts",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def check_recorded_paths(plan: RunPlan) -> None:

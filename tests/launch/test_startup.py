@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host, Topology
 from dslaunch.launch import agent, startup, watch
 from dslaunch.launch.orders import encode_orders
+from dslaunch.launch.screen import Screen
 from dslaunch.launch.startup import HostsUnusable
 from dslaunch.launch.supervisor import supervise
 from tests.launch.launching import python
@@ -107,3 +109,38 @@ def test_it_is_said_which_hosts_are_waited_for(start: Supervise, monkeypatch: py
     assert said == "dslaunch: 2 of 3 hosts have answered; waiting for node2.invalid\n"
     monkeypatch.setenv("DSLAUNCH_VERBOSE", "-1")
     assert start(3, {"node2.invalid": "sleep 2"}) == (0, "")
+
+
+def in_limits(soft: int, hard: int, num_hosts: int) -> str:
+    """What a process with these limits of open files has after :func:`allow_open_files`, or what it says."""
+    code = (
+        "import resource\n"
+        "from dslaunch.core.errors import DslaunchError\n"
+        "from dslaunch.launch.ready import allow_open_files\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
+        "try:\n"
+        f"    allow_open_files({num_hosts})\n"
+        "    print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+        "except DslaunchError as error:\n"
+        "    print(error.exit_code, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return done.stdout + done.stderr
+
+
+def test_open_files_for_many_hosts() -> None:
+    assert in_limits(256, 4096, 10) == "(256, 4096)\n"
+    assert in_limits(256, 4096, 1000) == "(3128, 4096)\n"
+    assert "3 10000 hosts take 30128 open files here, and the limit is 4096" in in_limits(256, 4096, 10_000)
+
+
+@pytest.mark.parametrize(("num_hosts", "via", "said"), [(1001, "ssh", True), (1000, "ssh", False)])
+def test_so_many_hosts_are_not_for_ssh(tmp_path: Path, num_hosts: int, via: Any, said: bool) -> None:
+    hosts = tuple(Host(name=f"node{i}", slots=("0",)) for i in range(num_hosts))
+    plan = LaunchPlan(argv=("x",), topology=Topology(hosts=hosts), run_dir=str(tmp_path), cwd="/", via=via)
+    err = io.BytesIO()
+    screen = Screen(io.BytesIO(), err, str(tmp_path))
+    watch.Watch(plan, startup.Startup(plan), screen, own_worker=False).say_what_is_known()
+    screen.close(lambda: False)
+    text = err.getvalue().decode()
+    assert ("let srun or MPI start the agents" in text) == said
