@@ -44,7 +44,7 @@ class Watch:
         if num_hosts > _MANY_HOSTS and self._plan.via == "ssh" and not self._quiet:
             self._screen.say(
                 f"note: ssh to {num_hosts} hosts takes a process here for each; it is good to about "
-                f"{_MANY_HOSTS}. For more let srun or MPI start the agents, from within a job"
+                f"{_MANY_HOSTS}. For more use srun or MPI, which start processes in a tree"
             )
 
     def tick(self, now: float, *, hosts_up: int, ranks_up: int, is_ending: bool) -> None:

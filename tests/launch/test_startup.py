@@ -143,4 +143,4 @@ def test_so_many_hosts_are_not_for_ssh(tmp_path: Path, num_hosts: int, via: Any,
     watch.Watch(plan, startup.Startup(plan), screen, own_worker=False).say_what_is_known()
     screen.close(lambda: False)
     text = err.getvalue().decode()
-    assert ("let srun or MPI start the agents" in text) == said
+    assert ("For more use srun or MPI" in text) == said
