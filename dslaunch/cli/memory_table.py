@@ -16,7 +16,7 @@ _ROOMIER = 0.95  # of what is needed now
 
 
 def table(memory: Memory, shown: int) -> list[str]:
-    """What a device, a host and a checkpoint take, what surprises, the verdict, what else could be done."""
+    """What a device, a host and a checkpoint take, what surprises, what else could be done."""
     setup, plan, model = memory.setup, memory.plan, memory.setup.model
     trained = f"{setup.numel:,} of {model.numel + (setup.numel if setup.method != 'full' else 0):,}"
     lines = [f"memory: {trained} parameters trained ({model.source}), ZeRO stage {setup.zero_stage}"]
@@ -32,7 +32,6 @@ def table(memory: Memory, shown: int) -> list[str]:
     lines += [
         f"each checkpoint: {gib(plan.checkpoint_bytes).strip()}",
         *_surprises(memory),
-        *_verdict(memory),
     ]
     return [*lines, *_alternatives(memory, shown)]
 
@@ -57,7 +56,8 @@ def _surprises(memory: Memory) -> Iterator[str]:
             yield f"      {key}: {value} takes {gib(surprise.saves).strip()} off the peak"
 
 
-def _verdict(memory: Memory) -> list[str]:
+def verdict(memory: Memory) -> list[str]:
+    """Whether device and host hold it; where not, the nearest change that does."""
     plan = memory.plan
     lines = [_device_verdict(plan)] if not plan.on_cpu else []
     lines.append(_host_verdict(plan))

@@ -24,8 +24,14 @@ SCHEMA_VERSION = 1
 @options.set_option
 @options.run_dir_option
 @options.json_option
+@click.option("--changed", is_flag=True, help="Leave out the values that are defaults.")
 def command(
-    run_file: str | None, set_: tuple[str, ...], run_dir: str | None, as_json: bool, **flags: Any
+    run_file: str | None,
+    set_: tuple[str, ...],
+    run_dir: str | None,
+    as_json: bool,
+    changed: bool,
+    **flags: Any,
 ) -> None:
     """Show every resolved value of RUN.yaml (-: stdin), why it is so, and what it takes in memory.
 
@@ -35,9 +41,12 @@ def command(
 
     from dslaunch.cli import plan_memory
     from dslaunch.cli.disk_space import disk_line, disk_of_run, disk_warning
+    from dslaunch.cli.plan_verdict import length_line, verdict_lines
     from dslaunch.cli.talk import note
     from dslaunch.config.length import length_of_run
 
+    if changed and (as_json or run_file is None):
+        raise click.UsageError("--changed is for the table of a run file's values")
     if run_file is None:
         report, lines = plan_memory.plan_flags(set_, flags)
     else:
@@ -48,7 +57,10 @@ def command(
         memory, disk = plan_memory.memory_of_run(plan, loaded), disk_of_run(plan)
         report = {**plan_report(plan), "length": asdict(length), **plan_memory.memory_report(memory)}
         report["disk"] = None if disk is None else disk.to_json()
-        lines = [*plan_lines(plan), *length_lines(length), *plan_memory.memory_lines(memory)]
+        lines = verdict_lines(plan.precision, plan.ds_config["zero_optimization"], plan.batch, memory)
+        lines.insert(2, length_line(length))
+        lines += ["", *plan_lines(plan, changed=changed), *length_lines(length)]
+        lines += ["", *plan_memory.memory_lines(memory)] if memory else []
         if disk is not None:
             lines.append(disk_line(disk))
             if warning := disk_warning(disk):
@@ -76,18 +88,27 @@ def plan_report(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def plan_lines(plan: RunPlan) -> list[str]:
-    """One line a value: key, value, reason, source."""
-    from dslaunch.config.origins import plan_values
+def plan_lines(plan: RunPlan, *, changed: bool = False) -> list[str]:
+    """One line a value: key as in the run file, value, reason, source; ``changed``: without defaults."""
+    from dslaunch.config.origins import is_default, plan_values
 
     lines = []
     for key, value in plan_values(plan):
         origin = plan.origins[key]
+        if key == "optimizer.params.lr" or (changed and is_default(key, value, origin)):
+            continue
         why = origin.source if origin.reason == "as written" else f"{origin.reason}"
         if origin.source not in ("default", "derived") and origin.reason != "as written":
             why += f" ({origin.source})"
-        lines.append(f"{key:<40} {_shown(value):<24}  {why}")
+        lines.append(f"{_called(key):<40} {_shown(value):<24}  {why}")
     return [*lines, *dtype_lines(dtypes_of(plan))]
+
+
+def _called(key: str) -> str:
+    """A key of the plan as it is called in the run file; the worker's command is no key of it."""
+    from dslaunch.config.origins import run_file_key
+
+    return key if key == "launch.argv" else run_file_key(key)
 
 
 def length_lines(length: RunLength) -> list[str]:

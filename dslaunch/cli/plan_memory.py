@@ -93,6 +93,7 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
     """
     from dslaunch.cli import options
     from dslaunch.cli.plan import dtype_lines
+    from dslaunch.cli.plan_verdict import verdict_lines
     from dslaunch.config.engine_plan import resolve_engine
     from dslaunch.config.facts import model_dtype, probe_facts
     from dslaunch.config.load import load_flags
@@ -151,7 +152,8 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
         },
     }
     types = dtype_lines(dtypes(engine.precision, config, setup.method))
-    return {**head, **memory_report(memory)}, [*types, *memory_lines(memory)]
+    head_lines = verdict_lines(engine.precision, config["zero_optimization"], batch, memory)
+    return {**head, **memory_report(memory)}, [*head_lines, "", *types, "", *memory_lines(memory)]
 
 
 def memory_report(memory: Memory | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dslaunch.config.report import Report
+from dslaunch.config.zero import OFFLOADS
 from dslaunch.core.plan import Origin, RunPlan
 
 # Plan keys whose run-file key has another name.
@@ -40,7 +41,7 @@ def build_origins(plan: RunPlan, report: Report) -> RunPlan:
 
 
 def plan_values(plan: RunPlan) -> Iterator[tuple[str, Any]]:
-    """Key path and value of everything in a plan but ds_config and the origins.
+    """Key path and value of everything in a plan but the origins; of ds_config zero_optimization alone.
 
     Lists of sections are walked (``data.train[0].path``); other lists, the
     topology and ``launch.env`` are one value each.
@@ -48,6 +49,27 @@ def plan_values(plan: RunPlan) -> Iterator[tuple[str, Any]]:
     for f in dataclasses.fields(plan):
         if f.name not in _WITHOUT_ORIGIN:
             yield from _walk(f.name, getattr(plan, f.name))
+        if f.name == "zero_stage":
+            yield from _zero_values(plan.ds_config["zero_optimization"])
+
+
+def run_file_key(key: str) -> str:
+    """What a key of the plan is called in the run file, where it is written there at all."""
+    return _RENAMED.get(key, key)
+
+
+def is_default(key: str, value: Any, origin: Origin) -> bool:
+    """Whether nobody wrote the value, and nothing that was written or found decided it."""
+    plain = origin.source == "derived" and (key in _DERIVED or key.endswith(".kind"))
+    return value is None or origin.source == "default" or plain
+
+
+def _zero_values(block: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The rest of the block as rendered; None for an offload that it has not."""
+    whole = {**dict.fromkeys(OFFLOADS), **block}
+    for key in whole:
+        if key != "stage":
+            yield from _walk(f"zero_optimization.{key}", whole[key])
 
 
 def _walk(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -85,3 +107,6 @@ def _spellings(key: str) -> Iterator[str]:
     if key.endswith(".path"):
         yield re.sub(r"\.path$", "", key)
         yield re.sub(r"\[0\]\.path$", "", key)
+    if key.startswith("zero_optimization."):
+        yield key.removesuffix(".device")
+        yield f"deepspeed.{key}"

@@ -27,6 +27,7 @@ ACTING_STAGES: dict[str, tuple[int, ...]] = {
     "offload_param": (3,),
 }
 
+_GATHER = "stage3_gather_16bit_weights_on_model_save"
 OFFLOADS = ("offload_optimizer", "offload_param")
 
 
@@ -58,8 +59,10 @@ def resolve_zero(spec: ZeroSpec, facts: Facts, report: Report) -> dict[str, Any]
             report.fail(f"zero_optimization.{key}", *_ignored(key, spec.stage, stages))
         options[key] = _offload(key, value, facts, report) if isinstance(value, OffloadSpec) else value
     if spec.stage == 3:
-        # Without it save_16bit_model writes nothing and returns False.
-        options.setdefault("stage3_gather_16bit_weights_on_model_save", True)
+        options.setdefault(_GATHER, True)
+        if getattr(spec, _GATHER) is None:
+            why = "without it save_16bit_model writes nothing at stage 3"
+            report.reason(f"zero_optimization.{_GATHER}", why, "default")
     return options
 
 

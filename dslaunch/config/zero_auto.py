@@ -92,6 +92,10 @@ def _settled(loaded: LoadedSpec[S], tried: list[_Tried[S]], training: Training |
     chosen = tried[-1]
     reason = _reason(tried)
     settled = {"zero_stage": reason}
+    for name in OFFLOADS:
+        if offload_device(loaded.spec.zero_optimization, name) == "auto":
+            used = offload_device(chosen.zero, name) is not None
+            settled[f"zero_optimization.{name}{'.device' * used}"] = reason
     notes = [*loaded.notes, f"zero_optimization: {reason}{_assumed(loaded.spec, training)}"]
     if chosen.micro is not None:
         why = f"by the memory plan: {2 * chosen.micro} would take {_excess(_twice(tried).plan)}"

@@ -32,12 +32,56 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_one_line_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.yaml", "--set", "seed=7"]) == 0
-    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()}
+    out = capsys.readouterr().out.partition("\n\n")[2]
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in out.splitlines()}
     assert lines["seed"].split() == ["7", "--set"]
     assert lines["precision"].split() == ["fp32", "run.yaml:6"]
-    assert lines["zero_stage"].split() == ["2", "default"]
-    assert "train_batch_size 8 / (micro batch 4 x world_size 2)" in lines["batch.gradient_accumulation_steps"]
+    assert lines["zero_optimization.stage"].split() == ["2", "default"]
+    assert "train_batch_size 8 / (micro batch 4 x world_size 2)" in lines["gradient_accumulation_steps"]
     assert lines["launch.topology"].startswith("localhost slots 0,1")
+
+
+def test_the_block_of_zero_optimization_is_shown_with_reason_and_source(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = "zero_optimization: {stage: 3, offload_param: cpu, overlap_comm: true}\n"
+    raw = "deepspeed: {zero_optimization: {memory_efficient_linear: false}}\n"
+    (here / "run.yaml").write_text(RUN + block + raw)
+    flags = ["--gpu", "a100", "--set", "zero_optimization.reduce_bucket_size=1000"]
+    assert main(["plan", "run.yaml", *flags]) == 0
+    found = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert {key: (value, why) for key, value, why in (line for line in found if len(line) == 3)
+            if key.startswith("zero_optimization.")} == {
+        "zero_optimization.stage": ("3", "run.yaml:7"),
+        "zero_optimization.offload_optimizer": ("-", "not set"),
+        "zero_optimization.offload_param.device": ("cpu", "run.yaml:7"),
+        "zero_optimization.offload_param.pin_memory": ("false", "default"),
+        "zero_optimization.overlap_comm": ("true", "run.yaml:7"),
+        "zero_optimization.reduce_bucket_size": ("1000", "--set"),
+        "zero_optimization.memory_efficient_linear": ("false", "run.yaml:8"),
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save":
+            ("true", "without it save_16bit_model writes nothing at stage 3"),
+    }  # fmt: skip
+
+
+def test_the_verdict_comes_first(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "--set", "max_steps=100"]) == 0
+    assert capsys.readouterr().out.partition("\n\n")[0].splitlines() == [
+        "fp32, ZeRO stage 2, 2 ranks",
+        "train_batch_size 8 = micro-batch 4 x accumulation 1 x 2 ranks",
+        "100 steps, 3 of warm-up",
+        "memory: not planned, the model is not on this machine",
+    ]
+
+
+def test_changed_leaves_defaults_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "--changed", "--set", "seed=7", "--run-dir", "out"]) == 0
+    table = capsys.readouterr().out.partition("\n\n")[2]
+    keys = [line.split()[0] for line in table.splitlines()]
+    assert {"name", "seed", "precision", "train_batch_size", "output.run_dir"} <= set(keys)
+    assert not {"task", "zero_optimization.stage", "optimizer.lr", "adapter", "model.kind"} & set(keys)
+    assert main(["plan", "run.yaml", "--changed", "--json"]) == 2
+    assert "--changed is for the table" in capsys.readouterr().err
 
 
 def test_json_holds_the_plan_itself(capsys: pytest.CaptureFixture[str]) -> None:
