@@ -212,6 +212,8 @@ def _request(case: _Case, witness: Mapping[str, str] | None) -> ProbeRequest:
     environ = {**utf8_environ(), **launch.env}
     ops = environ.get("TORCH_EXTENSIONS_DIR") or torch_extensions_dir(launch.argv[0], environ, launch.cwd)
     return ProbeRequest(
+        via=launch.via,
+        gpus=launch.device_type == "cuda",
         python=launch.argv[0],
         packages=PACKAGES,
         environ=environ,
