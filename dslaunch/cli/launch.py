@@ -78,6 +78,11 @@ def _is_program(word: str) -> bool:
 @options.master_options
 @click.option("--via", metavar="WAY", help="Way to reach the hosts: auto (default), local, ssh or slurm.")
 @click.option(
+    "--container",
+    metavar="RUNTIME:WHAT",
+    help="Run inside of apptainer:IMAGE, or of a running docker:NAME or podman:NAME.",
+)
+@click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     metavar="N",
@@ -166,7 +171,8 @@ def _check_request(request: LaunchRequest, ctx: click.Context) -> None:
     if request.run_file is None and request.set_:
         raise click.UsageError("--set changes a run file, and there is none here")
     devices = (request.gpu, request.inventory)
-    hosts = (request.hostfile, request.include, request.exclude, request.num_nodes, *devices, request.via)
+    ways = (request.via, request.container)
+    hosts = (request.hostfile, request.include, request.exclude, request.num_nodes, *devices, *ways)
     if request.plan_file is not None and any(value is not None for value in hosts):
         raise click.UsageError("a recorded plan has its hosts already; leave --hostfile and the like out")
     if request.num_gpus_per_node is not None and request.num_gpus_per_node < 1:
@@ -319,8 +325,9 @@ def _outcome_json(outcome: Outcome, launch: LaunchPlan) -> dict[str, Any]:
 def _show(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> None:
     """What would be started: the very orders, with secrets and the port left open."""
     from dslaunch.cli.launch_request import rank_plan
-    from dslaunch.core.command import looks_secret
+    from dslaunch.core.command import looks_secret, shell_text
     from dslaunch.core.plan import to_json
+    from dslaunch.launch.container import enter_words
     from dslaunch.launch.orders import build_orders, check_launch, is_elsewhere
     from dslaunch.launch.text import utf8_environ
 
@@ -337,6 +344,8 @@ def _show(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> None:
         click.echo(json.dumps({"schema_version": 1, "dry_run": True, "plan": to_json(plan), "hosts": hosts}))
         return
     click.echo(f"run directory {_quoted(launch.run_dir)}  (nothing is started or written)")
+    if within := enter_words(launch):
+        click.echo(f"on each host inside of {shell_text(within)} ...")
     for orders in hosts:
         _show_host(orders, launch)
 

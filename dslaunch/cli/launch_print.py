@@ -25,9 +25,15 @@ def print_as(
     Raises ConfigError where the plan makes no sense, or the run directory may not be used.
     """
     from dslaunch.cli.launch_request import check_run_dir_of, claim_run_dir
+    from dslaunch.core.errors import ConfigError
     from dslaunch.launch import local
     from dslaunch.launch.text import printable
 
+    if plan.launch.container is not None:
+        raise ConfigError(
+            f"{launcher} knows nothing of containers; nothing was written",
+            hint="leave launch.container (--container) out, and type what is printed inside of the container",
+        )
     if plan.launch.via == "local":
         local.check_hosts(plan.launch.topology)
     check_run_dir_of(plan, request)

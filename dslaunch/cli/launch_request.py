@@ -8,11 +8,11 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dslaunch.core.errors import ConfigError
-    from dslaunch.core.plan import LaunchPlan, RunPlan
+    from dslaunch.core.plan import ContainerPlan, LaunchPlan, RunPlan
     from dslaunch.launch.record import CommandPlan, RecordedPlan
 
 
@@ -31,6 +31,7 @@ class LaunchRequest:
     num_gpus_per_node: int | None
     gpu: str | None
     via: str | None
+    container: str | None
     max_restarts: int | None
     inventory: str | None
     master_addr: str | None
@@ -128,6 +129,7 @@ def _resolve_run_file(request: LaunchRequest) -> RunPlan:
         num_gpus_per_node=request.num_gpus_per_node,
         gpu=request.gpu,
         via=request.via,
+        container=request.container,
         max_restarts=request.max_restarts,
         inventory=request.inventory,
         master_addr=request.master_addr,
@@ -197,6 +199,7 @@ def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandP
         topology=ranks.topology,
         run_dir=utf8(str(_command_run_dir(request, name))),
         cwd=utf8(os.getcwd()),
+        container=_container(request),
         device_type=ranks.device_type,
         via=ranks.via,
         spare_hosts=ranks.spares if request.max_restarts else (),
@@ -206,6 +209,18 @@ def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandP
         if not isinstance(recorded, CommandPlan) or recorded.launch.argv != argv:
             raise _another_run(launch.run_dir)
     return CommandPlan(name=name, launch=launch)
+
+
+def _container(request: LaunchRequest) -> ContainerPlan | None:
+    from dslaunch.cli.options import parse_container
+    from dslaunch.core.plan import ContainerPlan
+
+    if request.container is None:
+        return None
+    words: dict[str, Any] = parse_container(request.container)
+    if "://" not in words.get("image", "://"):
+        words["image"] = os.path.abspath(words["image"])
+    return ContainerPlan(**words)
 
 
 def _command_run_dir(request: LaunchRequest, name: str) -> Path:

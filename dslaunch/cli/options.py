@@ -34,6 +34,7 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "master_addr": ("cluster", "master_addr"),
     "master_port": ("cluster", "master_port"),
     "via": ("launch", "via"),
+    "container": ("launch", "container"),
     "max_restarts": ("launch", "max_restarts"),
     "model": ("model", "path"),
     "precision": ("precision",),
@@ -187,6 +188,8 @@ def flag_overrides(flags: Mapping[str, Any]) -> list[Override]:
         path = FLAG_KEYS[name]
         if name == "gpu":
             value = parse_gpu(value)
+        elif name == "container":
+            value = parse_container(value)
         elif name.startswith("offload_") and value == "none":
             path, value = path[:-1], None  # the section goes, and not its device alone
         found.append(Override(path, value, "--" + name.replace("_", "-")))
@@ -217,6 +220,19 @@ def parse_gpu(text: str) -> tuple[str, ...] | dict[str, str]:
             raise ConfigError(f"--gpu {text!r}: {pattern} is given twice", hint="keep one of the two")
         by_host[pattern] = name
     return by_host
+
+
+def parse_container(text: str) -> dict[str, str]:
+    """``apptainer:IMAGE`` or ``docker:NAME``, as a run file has it. Raises ConfigError for other forms."""
+    from dslaunch.core.errors import ConfigError
+
+    runtime, _, what = text.partition(":")
+    if runtime not in ("apptainer", "docker", "podman") or not what:
+        raise ConfigError(
+            f"--container {text!r} is not RUNTIME:WHAT",
+            hint="write --container apptainer:image.sif, or docker:NAME or podman:NAME of a running one",
+        )
+    return {"runtime": runtime, "image" if runtime == "apptainer" else "name": what}
 
 
 def run_file_flags(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -233,6 +233,8 @@ def written_paths(spec: Any) -> list[tuple[str, str]]:
                 found.append((f"data.{kind}[{i}].path", source.path))
         found += [("data.cache_dir", spec.data.cache_dir), ("launch.cwd", spec.launch.cwd)]
         found.append(("output.run_dir", spec.output.run_dir))
+        if (container := spec.launch.container) is not None and "://" not in (container.image or ""):
+            found.append(("launch.container.image", container.image))
         if "/" in (spec.launch.python or ""):  # a bare name is looked up in PATH
             found.append(("launch.python", spec.launch.python))
     return [(key, text) for key, text in found if text is not None]

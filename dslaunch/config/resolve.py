@@ -18,6 +18,7 @@ from dslaunch.config.spec import AdapterSpec, DataSourceSpec, RunSpec
 from dslaunch.core.model_path import ModelKind, is_gguf
 from dslaunch.core.plan import (
     AdapterPlan,
+    ContainerPlan,
     DataPlan,
     DataSource,
     Fp16Plan,
@@ -210,9 +211,29 @@ class _Parts:
     def interpreter(self, default: str) -> str:
         """The ranks' Python: a path is an absolute file, a bare name stays for PATH to find."""
         text = self.spec.launch.python
+        if self.spec.launch.container is not None:  # a path leads to a file of the image
+            return text or "python3"
         if text is None:
             return default
         return self.existing_file("launch.python", text) or text if "/" in text else text
+
+    def container(self) -> ContainerPlan | None:
+        spec = self.spec.launch.container
+        if spec is None:
+            return None
+        needed, other = ("image", "name") if spec.runtime == "apptainer" else ("name", "image")
+        for key, wrong in (
+            (needed, getattr(spec, needed) is None),
+            (other, getattr(spec, other) is not None),
+        ):
+            if wrong:
+                what = "is missing" if key == needed else f"is not for {spec.runtime}"
+                hint = f"{spec.runtime} takes {needed}" + (
+                    ", of a running container" if needed == "name" else ""
+                )
+                self.report.fail(f"launch.container.{key}", f"launch.container.{key} {what}", hint)
+        where = self.facts.paths.get("launch.container.image")
+        return ContainerPlan(**{**spec.model_dump(), **({"image": where.absolute} if where else {})})
 
     def launch(self, hosts: ResolvedHosts, *, run_dir: Path, cwd: Path, python: str) -> LaunchPlan:
         spec, cluster = self.spec.launch, self.spec.cluster
@@ -224,6 +245,7 @@ class _Parts:
             run_dir=str(run_dir),
             cwd=where.absolute if where else str(cwd),
             via=_via(spec.via, hosts, self.facts, self.report),
+            container=self.container(),
             device_type=hosts.device_type,
             master_addr=cluster.master_addr,
             master_port=cluster.master_port,

@@ -140,7 +140,12 @@ def _allow_one_name(schema: dict[str, Any], definitions: dict[str, Any]) -> None
 
 def _name_lists() -> Iterator[tuple[str, str]]:
     yield from (("AdapterSpec", "target_modules"), ("AdapterSpec", "modules_to_save"))
-    yield from (("LaunchSpec", "secret_env"), ("OutputSpec", "report_to"), ("ClusterSpec", "gpu"))
+    yield from (
+        ("LaunchSpec", "secret_env"),
+        ("ContainerSpec", "args"),
+        ("OutputSpec", "report_to"),
+        ("ClusterSpec", "gpu"),
+    )
 
 
 def _section(key: str, field: FieldInfo, model: type[BaseModel]) -> list[str]:

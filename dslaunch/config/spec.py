@@ -83,6 +83,15 @@ class SchedulerSpec(Section):
     )
 
 
+class ContainerSpec(Section):
+    """A container on each host, in which the ranks run."""
+
+    runtime: Literal["apptainer", "docker", "podman"] = Field(description="What runs it.")
+    image: Text | None = Field(None, description="For apptainer: a .sif file, a directory, or a URI.")
+    name: Text | None = Field(None, description="For docker and podman: of a container that runs already.")
+    args: Names = Field((), description="Options for `apptainer exec`, `docker exec` or `podman exec`.")
+
+
 class LaunchSpec(Section):
     """How the ranks are started."""
 
@@ -91,12 +100,17 @@ class LaunchSpec(Section):
         description="Way to reach the hosts. `auto`: `local` where this machine is the only one, "
         "`slurm` (srun) for the nodes of a Slurm job, else `ssh`.",
     )
+    container: ContainerSpec | None = Field(
+        None, description="Run inside of a container; without it on the hosts themselves."
+    )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the ranks.")
     secret_env: Names = Field(
         (), description="Variables passed on by value at the start and never written to a file."
     )
     python: Text | None = Field(
-        None, description="Interpreter of the ranks: a path, or a name for PATH. Default: the launcher's own."
+        None,
+        description="Interpreter of the ranks: a path, or a name for PATH. Default: the launcher's own; in a"
+        " container `python3`.",
     )
     cwd: Text | None = Field(None, description="Working directory of the ranks. Default: the launcher's.")
     failure_grace_s: NonNegativeFloat = Field(

@@ -151,6 +151,16 @@ class OutputPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContainerPlan:
+    """Where agent and ranks run on each host. ``args`` go to the runtime's exec, before the image or name."""
+
+    runtime: Literal["apptainer", "docker", "podman"]
+    image: str | None = None  # apptainer: absolute path of a .sif file or a directory, or a URI
+    name: str | None = None  # docker, podman: of a container that runs on each host
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
     """All that starting ranks takes; ``launch -- COMMAND`` needs nothing else.
 
@@ -164,6 +174,7 @@ class LaunchPlan:
     run_dir: str  # absolute
     cwd: str  # absolute
     via: Via = "local"
+    container: ContainerPlan | None = None
     device_type: Literal["cpu", "cuda"] = "cpu"
     master_addr: str | None = None  # None: 127.0.0.1 on one host, else found by host 0
     master_port: int | None = None  # None: a free port is found at start

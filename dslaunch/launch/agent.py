@@ -648,7 +648,7 @@ def check_witness(witness: dict[str, str] | None) -> None:
     if seen != witness["text"]:
         raise Refusal(
             f"the run directory {to_text(folder)} of the launcher is not seen here ({seen or 'another one'})",
-            "put --run-dir on a file system that all hosts share",
+            "put --run-dir on a file system that all hosts share, and their containers",
         )
 
 

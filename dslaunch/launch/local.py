@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,22 @@ from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host, Topology, is_this_machine
 from dslaunch.launch import agent
+from dslaunch.launch.carried import loader_argv, packed_agent
 from dslaunch.launch.orders import encode_orders
 from dslaunch.launch.text import printable
 
 
-def build_agent_command(host: Host, orders: dict[str, Any], environ: Mapping[str, str]) -> Command:
+def build_agent_command(
+    host: Host, orders: dict[str, Any], environ: Mapping[str, str], within: Sequence[str] = ()
+) -> Command:
     """The Command that starts the agent here, its orders on stdin.
 
     ``-I -S``: neither the user's PYTHONPATH nor site-packages are imported, so it
     starts in tens of milliseconds and nothing of theirs can break it.
+    ``within``: the words that lead into a container, which may not have our files.
     """
+    if within:
+        return Command(argv=(*within, *loader_argv()), stdin=packed_agent() + encode_orders(orders))
     return Command(argv=(sys.executable, "-I", "-S", agent.__file__), stdin=encode_orders(orders))
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from dslaunch.core.command import RESERVED_VARIABLES, check_argv, check_env
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
-from dslaunch.core.plan import LaunchPlan
+from dslaunch.core.plan import LaunchPlan, Via
 from dslaunch.core.run_dir import RunDir
 from dslaunch.core.topology import Host, RankPlace, is_this_machine
 from dslaunch.launch.agent import PROTOCOL, cpu_key
+from dslaunch.launch.container import without_the_images_own
 from dslaunch.launch.jit_cache import torch_extensions_dir
 
 _LOOKED_UP = 16  # hosts of a launch, at most, whose names are looked up
@@ -80,7 +81,9 @@ def build_orders(
     """
     host = plan.topology.hosts[node_rank]
     env = common_env(plan, environ)
-    if elsewhere and plan.via != "slurm":  # srun takes all of it along
+    if plan.container is not None:
+        env = {**without_the_images_own(forwarded(environ)), **env}
+    elif elsewhere and plan.via != "slurm":  # srun takes all of it along
         env = {**forwarded(environ), **env}
     return {
         "protocol": PROTOCOL,
@@ -90,7 +93,7 @@ def build_orders(
         "env": {**env, **{name: environ[name] for name in plan.secret_env}},
         "visible_devices": list(host.slots) if plan.device_type == "cuda" else None,
         "auto_threads": True,
-        "ops_cpu": None if "TORCH_EXTENSIONS_DIR" in (*plan.env, *environ) else cpu_key(),
+        "ops_cpu": cpu_key() if _ops_are_ours(plan, environ) else None,
         "witness": witness,
         "host_timeout_s": plan.host_timeout_s if elsewhere else None,
         "meet": _meet(plan, leased_port) if node_rank == 0 else None,
@@ -109,14 +112,20 @@ def build_orders(
 
 
 def is_elsewhere(plan: LaunchPlan, host: Host) -> bool:
-    """Whether the agent of ``host`` is no child of the launcher: on another machine, or a step of a job.
+    """Whether the agent of ``host`` is no child of the launcher: its process ids are then not ours to use."""
+    return plan.container is not None or way_to(plan, host) != "local"
+
+
+def way_to(plan: LaunchPlan, host: Host) -> Via:
+    """How ``host`` is reached. This machine, where it is among those of an ssh launch, needs no ssh.
 
     Of many hosts not each one is looked up, which may take a second for each: one that is
     this machine under a name that it does not go by itself is then reached as the others are.
     """
     if plan.via != "ssh":
-        return plan.via == "slurm"
-    return not is_this_machine(host.name, look_up=plan.topology.num_nodes <= _LOOKED_UP)
+        return plan.via
+    here = is_this_machine(host.name, look_up=plan.topology.num_nodes <= _LOOKED_UP)
+    return "local" if here else "ssh"
 
 
 def encode_orders(orders: Mapping[str, Any]) -> bytes:
@@ -132,9 +141,15 @@ def common_env(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
     if plan.device_type == "cuda" and "CUDA_DEVICE_ORDER" not in environ:
         # Slot ids count as /proc and nvidia-smi do. CUDA's own default puts the fastest GPU first.
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    if not environ.get("TORCH_EXTENSIONS_DIR"):
+    if _ops_are_ours(plan, environ):
         env["TORCH_EXTENSIONS_DIR"] = str(torch_extensions_dir(plan.argv[0], environ, plan.cwd))
     return {**env, **plan.env}
+
+
+def _ops_are_ours(plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
+    """Whether we say where JIT-built ops are kept: nobody else does, and images have places of their own."""
+    name = "TORCH_EXTENSIONS_DIR"
+    return plan.container is None and name not in plan.env and not environ.get(name)
 
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:

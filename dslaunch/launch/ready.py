@@ -11,7 +11,8 @@ from dslaunch.core.errors import ConfigError, ConfigErrors, EnvironmentNotReady
 from dslaunch.core.packages import missing_packages, packages_missing
 from dslaunch.core.plan import LaunchPlan, RunPlan
 from dslaunch.launch import local, slurm, ssh
-from dslaunch.launch.orders import check_launch, is_elsewhere
+from dslaunch.launch.container import check_container
+from dslaunch.launch.orders import check_launch, is_elsewhere, way_to
 from dslaunch.launch.ports import lease_port
 from dslaunch.launch.text import utf8_environ
 
@@ -31,12 +32,16 @@ def check_ready(plan: LaunchPlan) -> Mapping[str, str]:
     if plan.via == "local":
         local.check_hosts(plan.topology)
         local.check_devices(plan, environ)
-        local.check_program(plan, environ)
+        if plan.container is None:
+            local.check_program(plan, environ)
     elif plan.via == "slurm":
         slurm.check_job(plan.topology, environ)
     else:
         ssh.check_client(environ)
     allow_open_files(plan.topology.num_nodes)
+    if plan.container is not None:
+        here = any(way_to(plan, host) == "local" for host in plan.topology.hosts)
+        check_container(plan, environ, here=here)
     if plan.master_port is not None and not is_elsewhere(plan, plan.topology.hosts[0]):
         lease_port(plan.master_port).close()
     return environ
@@ -48,7 +53,8 @@ def check_packages(plan: RunPlan) -> None:
     Asked is only this very interpreter: of another one, or of another host's, each rank says it.
     """
     launch = plan.launch
-    if launch.via != "local" or launch.argv[0] != sys.executable or "PYTHONPATH" in launch.env:
+    elsewhere = launch.via != "local" or launch.container is not None
+    if elsewhere or launch.argv[0] != sys.executable or "PYTHONPATH" in launch.env:
         return
     if missing := missing_packages():
         raise packages_missing(missing, but="; nothing was started")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dslaunch.core.allocation import Allocation, read_allocation
@@ -56,18 +56,25 @@ WORTH_ANOTHER_TRY = (
 )  # fmt: skip
 
 
-def build_agent_command(host: Host, orders: dict[str, Any], environ: Mapping[str, str]) -> Command:
-    """The srun command that starts the agent on ``host``, a node of the job that ``environ`` tells of."""
+def build_agent_command(
+    host: Host, orders: dict[str, Any], environ: Mapping[str, str], within: Sequence[str] = ()
+) -> Command:
+    """The srun command that starts the agent on ``host``, a node of the job that ``environ`` tells of.
+
+    ``within``: the words that lead into a container on the node.
+    """
     stdin = packed_agent() + encode_orders(orders)
-    return build_command(host, stdin, environ, gpus=orders["visible_devices"] is not None)
+    return build_command(host, stdin, environ, gpus=orders["visible_devices"] is not None, within=within)
 
 
-def build_command(host: Host, stdin: bytes, environ: Mapping[str, str], *, gpus: bool) -> Command:
+def build_command(
+    host: Host, stdin: bytes, environ: Mapping[str, str], *, gpus: bool, within: Sequence[str] = ()
+) -> Command:
     """The srun command that runs a program on ``host``: ``packed`` first on its stdin (see carried.py)."""
     forget = [word for name in _REQUESTS if name in environ for word in ("-u", name)]
     devices = _all_gpus(host, environ, wanted=gpus)
     srun = ("srun", *OPTIONS, *devices, f"--nodelist={host.name}")
-    argv = ("env", *forget, *srun, *loader_argv(forget=_PLACE_OF_THE_AGENT))
+    argv = ("env", *forget, *srun, *within, *loader_argv(forget=_PLACE_OF_THE_AGENT))
     return Command(argv=argv, stdin=stdin)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dslaunch.core.command import Command
@@ -30,12 +30,14 @@ OPTIONS = {
 WORTH_ANOTHER_TRY = (b"Connection refused", b"Connection reset", b"Connection closed by", b"kex_exchange")
 
 
-def build_agent_command(host: Host, orders: dict[str, Any], environ: Mapping[str, str]) -> Command:
-    """The ssh command that starts the agent on ``host``."""
-    return build_command(host, packed_agent() + encode_orders(orders))
+def build_agent_command(
+    host: Host, orders: dict[str, Any], environ: Mapping[str, str], within: Sequence[str] = ()
+) -> Command:
+    """The ssh command that starts the agent on ``host``, ``within`` a container there."""
+    return build_command(host, packed_agent() + encode_orders(orders), within)
 
 
-def build_command(host: Host, stdin: bytes) -> Command:
+def build_command(host: Host, stdin: bytes, within: Sequence[str] = ()) -> Command:
     """The ssh command that runs a program on ``host``: ``packed`` first on its stdin (see carried.py)."""
     argv = ["ssh", "-T"]
     for name, value in OPTIONS.items():
@@ -44,8 +46,7 @@ def build_command(host: Host, stdin: bytes) -> Command:
         argv += ["-p", str(host.port)]
     if host.user is not None:
         argv += ["-l", host.user]
-    program, option, *words = loader_argv()
-    remote = " ".join(["exec", program, option, *map(_quoted, words)])
+    remote = " ".join(["exec", *map(_quoted, (*within, *loader_argv()))])
     return Command(argv=(*argv, "--", host.name, remote), stdin=stdin)
 
 

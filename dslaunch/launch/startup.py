@@ -17,15 +17,16 @@ from dslaunch.core.errors import EnvironmentNotReady
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host
 from dslaunch.launch import local, slurm, ssh
+from dslaunch.launch.container import enter_words
 from dslaunch.launch.link import AgentLink
-from dslaunch.launch.orders import build_orders, is_elsewhere
+from dslaunch.launch.orders import build_orders, is_elsewhere, way_to
 from dslaunch.launch.preflight import ReadyHost, find_doubts, ready_host
 from dslaunch.launch.text import printable
 from dslaunch.launch.verdict import describe_code
 
-# One file per way to reach a host; each turns (host, orders, our environment) into the Command that
-# starts its agent.
-LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any], Mapping[str, str]], Command]] = {
+# One file per way to reach a host; each turns (host, orders, our environment, words that lead into
+# a container) into the Command that starts its agent.
+LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any], Mapping[str, str], Sequence[str]], Command]] = {
     "local": local.build_agent_command,
     "ssh": ssh.build_agent_command,
     "slurm": slurm.build_agent_command,
@@ -38,6 +39,11 @@ _LEAST_FANOUT = 8  # where hosts, or a jump host before them, turn connections a
 _ANSWER_S = 60.0  # for a host to answer; counted anew with each one that does
 _TRIES = 3
 _SHOWN = 8
+
+
+def must_share(plan: LaunchPlan, own_worker: bool) -> bool:
+    """Whether all must see one run directory: also logs written into a container would be gone with it."""
+    return plan.container is not None or (own_worker and plan.via != "local")
 
 
 @contextmanager
@@ -131,13 +137,13 @@ class Startup:
 
     def _connect(self, node_rank: int, host: Host) -> AgentLink:
         is_local = not is_elsewhere(self.plan, host)
-        build_agent_command = LAUNCHERS["local" if is_local else self.plan.via]
+        build_agent_command = LAUNCHERS[way_to(self.plan, host)]
         orders = build_orders(
             self.plan, node_rank, environ=self.environ, elsewhere=not is_local,
             leased_port=self.leased_port if node_rank == 0 else None,
             witness=None if is_local else self.witness,
         )  # fmt: skip
-        command = build_agent_command(host, orders, self.environ)
+        command = build_agent_command(host, orders, self.environ, enter_words(self.plan))
         return AgentLink(host, command, self.keep_fds, is_local=is_local)
 
     def try_again(self, link: AgentLink) -> bool:

@@ -22,7 +22,7 @@ from dslaunch.launch.ports import lease_port
 from dslaunch.launch.ready import check_ready
 from dslaunch.launch.screen import Screen
 from dslaunch.launch.signals import FORWARD, SignalInbox, means_kill
-from dslaunch.launch.startup import Startup, describe_lost_agent, lay_witness
+from dslaunch.launch.startup import Startup, describe_lost_agent, lay_witness, must_share
 from dslaunch.launch.terminal import SafeEvents
 from dslaunch.launch.text import printable
 from dslaunch.launch.verdict import Outcome, RankEnd, describe_briefly, list_ranks
@@ -65,7 +65,7 @@ def supervise(
             screen = Screen(out, err, plan.run_dir)
             launch = _Launch(plan, inbox, SafeEvents(events), screen, own_worker)
             try:
-                with lay_witness(Path(plan.run_dir), needed=own_worker and plan.via != "local") as witness:
+                with lay_witness(Path(plan.run_dir), needed=must_share(plan, own_worker)) as witness:
                     launch.startup.equip(environ, None if lease is None else lease.port, keep_fds, witness)
                     launch.start()
                     launch.serve()
@@ -96,8 +96,8 @@ class _Launch:
         self.cancelled_at = float("-inf")
         self.checkpoint_deadline = float("inf")
         self.kill_agents_at = float("inf")
-        elsewhere = plan.via != "local"
-        self.beat_s = plan.host_timeout_s / 6 if elsewhere else float("inf")
+        watched = plan.via != "local" or plan.container is not None
+        self.beat_s = plan.host_timeout_s / 6 if watched else float("inf")
         self.next_beat = time.monotonic() + self.beat_s
         self.leftovers = 0
         self._handlers: Mapping[str, Callable[[AgentLink, dict[str, Any]], None]] = {

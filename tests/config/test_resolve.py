@@ -10,7 +10,7 @@ import pytest
 from dslaunch.config.facts import PathFact
 from dslaunch.config.origins import plan_values
 from dslaunch.core.errors import ConfigError, ConfigErrors
-from dslaunch.core.plan import Origin
+from dslaunch.core.plan import ContainerPlan, Origin
 from tests.config.build import SMALL, gpus, plan_of, resolved
 
 DIRECTORY = PathFact("directory", "/models/m")
@@ -161,6 +161,20 @@ def test_the_interpreter() -> None:
     assert plan_of(text % "venv/bin/python", paths=there).launch.argv[0] == "/base/venv/bin/python"
     assert plan_of(text % "python3.11").launch.argv[0] == "python3.11"
     assert problems(text % "venv/bin/pyton") == ["run.yaml:4: launch.python: there is no file venv/bin/pyton"]
+
+
+def test_a_container() -> None:
+    text = SMALL + "launch: {container: {%s}, python: %s}\n"
+    image = {"launch.container.image": PathFact("missing", "/base/x.sif")}
+    launch = plan_of(text % ("runtime: apptainer, image: x.sif, args: --rocm", "null"), paths=image).launch
+    assert launch.argv[0] == "python3"
+    assert launch.container == ContainerPlan(runtime="apptainer", image="/base/x.sif", args=("--rocm",))
+    launch = plan_of(text % ("runtime: docker, name: box", "/opt/py")).launch
+    assert (launch.argv[0], launch.container) == ("/opt/py", ContainerPlan(runtime="docker", name="box"))
+    assert problems(text % ("runtime: docker, image: x", "null"), paths=image) == [
+        "run.yaml:4: launch.container.name is missing",
+        "run.yaml:4: launch.container.image is not for docker",
+    ]
 
 
 def test_evaluation_steps_need_something_to_evaluate_on() -> None:

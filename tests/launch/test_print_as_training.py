@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dslaunch.observe.run_status import load_status
 from tests.launch.test_ssh_training import RUN, losses
 from tests.support.plans import write_questions
 from tests.support.tiny import make_tiny_model_dir
@@ -103,6 +104,7 @@ def test_our_worker_trains_the_same_under_all_three(bed: Testbed, here: Path, op
     type_on_each(bed, lines)
     assert len(losses("ours")) == 2
     assert losses("ours") == losses("deepspeed") == losses("torchrun")
+    assert [load_status(Path(name)).state for name in ("ours", "deepspeed", "torchrun")] == ["done"] * 3
     assert [bed.programs(name) for name in bed.names] == [[], []]
 
 

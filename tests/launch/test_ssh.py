@@ -250,7 +250,7 @@ def test_what_is_doubtful_of_hosts_is_said_before_ranks_start(
     assert "dslaunch: note: torch is 2.0 on node3, but 1.0 on the others" in err
     assert "--exclude node3 leaves that out" in err
     assert "dslaunch: note: node2: /dev/shm is 1.0 GiB for 2 ranks" in err
-    assert err.count("note:") == 2
+    assert err.count("dslaunch: note:") == 2
 
 
 def test_filters_choose_hosts(bed: Testbed, over: Over) -> None:
