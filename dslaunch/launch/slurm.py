@@ -90,8 +90,10 @@ def _all_gpus(host: Host, environ: Mapping[str, str], *, wanted: bool) -> tuple[
         return ("--gres=none",)
     job = _find_job(environ)
     known = dict(zip(job.names, job.devices.counts, strict=True)) if job and job.devices.counts else {}
+    # Where nodes differ nothing tells how many: enough for the slots, which are places in the step's list.
+    enough = max(len(host.slots), *(int(slot) + 1 for slot in host.slots if slot.isdecimal()), 1)
     # Not --gpus-per-node: where nodes differ, Slurm compares it with the poorest of the job.
-    return (f"--gpus={known.get(host.name, len(host.slots))}",)
+    return (f"--gpus={known.get(host.name, enough)}",)
 
 
 def _find_job(environ: Mapping[str, str]) -> Allocation | None:

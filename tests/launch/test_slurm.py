@@ -133,6 +133,22 @@ def test_every_cpu_and_gpu_of_the_job_is_the_ranks(jobs: SlurmBed, options: list
     assert [tuple(env[name] for name in facts) for _, env in shown(2)] == [("0", "0", cpus), ("1", "0", cpus)]
 
 
+def test_filters_choose_nodes_and_devices(jobs: SlurmBed) -> None:
+    launch = dslaunch("launch", "--include", "n1:1@n3", "--gpu", "a100", "--run-dir", "run", "--")
+    script = f"{launch} {shlex.join(python(SHOW))}"
+    job = jobs.submit(script, "--nodes=3", "--gpus=4", "--ntasks=4", "--mem=100")
+    code, _, err = job.wait()
+    assert code == 2
+    assert "SLURM_GPUS is 4 over 3 nodes, so they differ" in err
+    Path("hosts").write_text("n1 slots=2\nn2 slots=1\nn3 slots=1\n")
+    script = script.replace("--include", "--via slurm --hostfile hosts --include")
+    job = jobs.submit(script, "--nodes=3", "--gpus=4", "--ntasks=4", "--mem=100")
+    code, _, err = job.wait()
+    assert code == 0, err
+    facts = ("SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
+    assert [tuple(env[name] for name in facts) for _, env in shown(2)] == [("n1", "1", "2"), ("n3", "0", "2")]
+
+
 def test_a_killed_rank_is_named_and_ends_all(over: Over) -> None:
     launched = over(WAIT)
     up(0, 1, 2)

@@ -20,10 +20,10 @@ SRUN = [
 N2 = Host(name="n2", slots=("0", "1"))
 
 
-def argv(environ: dict[str, str], devices: list[str] | None = None) -> list[str]:
+def argv(environ: dict[str, str], devices: list[str] | None = None, host: Host = N2) -> list[str]:
     """The words up to the program that srun starts."""
     orders: dict[str, Any] = {"visible_devices": devices, "env": {"TOKEN": "s3cret"}, "argv": ["a;b"]}
-    command = build_agent_command(N2, orders, environ)
+    command = build_agent_command(host, orders, environ)
     assert not command.env
     assert b'"argv": ["a;b"]' in (command.stdin or b"")
     words = list(command.argv)
@@ -53,6 +53,12 @@ def test_gpus_that_were_not_asked_for_by_node(
     asked: dict[str, str], devices: list[str] | None, gpus: str
 ) -> None:
     assert argv({**JOB, **asked}, devices)[-len(SRUN) - 2 :] == [*SRUN, gpus, "--nodelist=n2"]
+
+
+def test_slots_of_nodes_that_differ_are_places_among_their_gpus() -> None:
+    job = {**JOB, "SLURM_GPUS": "5", "SLURM_GPUS_ON_NODE": "3"}
+    assert argv(job, ["2"], Host(name="n2", slots=("2",)))[-2] == "--gpus=3"
+    assert argv(job, ["GPU-1", "GPU-2"], Host(name="n2", slots=("GPU-1", "GPU-2")))[-2] == "--gpus=2"
 
 
 @pytest.fixture
