@@ -7,6 +7,7 @@ trained by real ranks, exported, loaded by plain transformers and peft, and aske
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -187,6 +188,14 @@ def test_every_step_is_recorded_once(story: Story) -> None:
     assert kinds.count("train_start") == kinds.count("train_end") == 1
     assert kinds.count("checkpoint_saved") == {"lora": 2, "full": 1}[story.name]
     assert all(line in story.said["launch"].stdout for line in ("step 1/6", "step 6/6", "done: 6 steps"))
+
+
+def test_a_checkpoint_on_the_way_is_said_and_the_last_one_at_the_end(lora: Story) -> None:
+    lines = [line for line in lora.said["launch"].stdout.splitlines() if "checkpoint" in line]
+    assert [re.sub(r"\([\d.]+ s\)", "(N s)", line) for line in lines] == [
+        "checkpoint step-4 (N s)",
+        "done: 6 steps, checkpoint step-6",
+    ]
 
 
 def test_it_learned(story: Story) -> None:

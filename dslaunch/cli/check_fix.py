@@ -102,3 +102,4 @@ def _write(repaired: Repaired, path: str, *, force: bool) -> None:
     if Path(path).is_dir():
         raise ConfigError(f"{path} is a directory", hint="name a file")
     write_output(repaired.text, path, force=force)
+    talk(f"wrote {path}")

@@ -198,6 +198,7 @@ def _run(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> int:
         plan = claim_run_dir(plan, request)
         with _recorded(plan, resume=request.resume) as (events, keep_fds), _tidy(plan, request):
             _announce(plan)
+            _say_what_is_built(plan)
             outcome = supervise_with_restarts(
                 rank_plan(plan, request), events=events, out=out, err=sys.stderr.buffer,
                 keep_fds=keep_fds, signals=signals, own_worker=isinstance(plan, RunPlan),
@@ -281,6 +282,16 @@ def _announce(plan: RecordedPlan) -> None:
     way = "" if launch.via == "local" else f" by {launch.via}"
     _talk(f"run directory {launch.run_dir}")
     _talk(f"starting {ranks} on {hosts}{way}; each writes to logs/rank-N.log there")
+
+
+def _say_what_is_built(plan: RecordedPlan) -> None:
+    """Before a minute of silence in which DeepSpeed compiles; our own worker says so itself."""
+    from dslaunch.core.plan import RunPlan
+    from dslaunch.launch.jit_cache import find_op_to_build
+    from dslaunch.launch.text import utf8_environ
+
+    if not isinstance(plan, RunPlan) and (folder := find_op_to_build(plan.launch, utf8_environ())):
+        _talk(f"note: DeepSpeed will first build its communication op in {folder} (once, about a minute)")
 
 
 def _say_what_it_takes(plan: RecordedPlan) -> None:

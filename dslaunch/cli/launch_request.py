@@ -83,12 +83,21 @@ def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest) -> None:
     from dslaunch.core.plan import RunPlan
     from dslaunch.launch.ready import check_packages, check_ready, check_recorded_paths
 
-    check_ready(plan.launch)
+    check_ready(plan.launch, device_source=_device_source(plan, request))
     if isinstance(plan, RunPlan):
         check_packages(plan)
         check_recorded_paths(plan)
         check_host_memory(plan)
     check_run_dir_of(plan, request)
+
+
+def _device_source(plan: RecordedPlan, request: LaunchRequest) -> str | None:
+    """Where it was written which devices the ranks are for; None where it was not."""
+    from dslaunch.core.plan import RunPlan
+
+    if isinstance(plan, RunPlan):
+        return plan.origins["launch.device_type"].source
+    return "--gpu" if request.gpu else None
 
 
 def check_run_dir_of(plan: RecordedPlan, request: LaunchRequest) -> None:

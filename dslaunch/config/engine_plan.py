@@ -65,7 +65,8 @@ def resolve_engine(
     if hosts is None:
         return None
     report.reason("launch.topology", hosts.topology_reason)
-    report.reason("launch.device_type", hosts.device_reason)
+    written = report.loaded.positions.get("cluster.gpu", "derived")
+    report.reason("launch.device_type", hosts.device_reason, source=written)
     batch = _resolve_batch(spec, hosts, report)
     precision = _resolve_precision(spec, hosts, facts, report)
     fp16 = _fp16(spec, precision, report) if precision is not None else None

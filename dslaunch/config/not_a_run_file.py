@@ -17,7 +17,7 @@ _BINARY = {
     b"\x1f\x8b": "gzip",
 }
 _DATA = (*JSON_LINES, *PARQUET, ".csv", ".tsv", ".txt")
-_DATA_HINT = "a run file names it under data.train; see examples/quickstart.yaml"
+DATA_HINT = "a run file names it under data.train; see examples/quickstart.yaml"
 _START_HINT = "examples/quickstart.yaml is one to start from; docs/run-file.md has every key"
 
 
@@ -62,16 +62,24 @@ def explain_text(text: str, name: str) -> ConfigError | None:
     if kind == "hostfile":
         return ConfigError(f"{name}: this is a hostfile, not a run file", hint=f"--hostfile {_word(name)}")
     if name.lower().endswith(_DATA) and not re.search(r"^(model|data)\s*:", text, re.MULTILINE):
-        return ConfigError(f"{name}: this is data, not a run file", hint=_DATA_HINT)
+        return ConfigError(f"{name}: this is data, not a run file", hint=DATA_HINT)
     return None
 
 
-def _explain_json(text: str, name: str) -> ConfigError | None:
+def describe_data(text: str) -> str | None:
+    """What kind of data a text in JSON is; None where it may be one object of settings."""
     value = _read(text)
-    if value is None and isinstance(_read(text.lstrip().split("\n", 1)[0]), dict):
-        return ConfigError(f"{name}: this is data (JSON lines), not a run file", hint=_DATA_HINT)
     if isinstance(value, list):
-        return ConfigError(f"{name}: this is data (a JSON array), not a run file", hint=_DATA_HINT)
+        return "data (a JSON array)"
+    lines = [line for line in text.splitlines() if line.strip()][:2] if value is None else []
+    objects = len(lines) == 2 and all(isinstance(_read(line), dict) for line in lines)
+    return "data (JSON lines)" if objects else None
+
+
+def _explain_json(text: str, name: str) -> ConfigError | None:
+    if (data := describe_data(text)) is not None:
+        return ConfigError(f"{name}: this is {data}, not a run file", hint=DATA_HINT)
+    value = _read(text)
     return _explain_mapping(value, name) if isinstance(value, dict) else None
 
 
@@ -90,7 +98,7 @@ def _explain_mapping(value: dict[str, Any], name: str) -> ConfigError | None:
         what = "a DeepSpeed config"
         hint = f"dslaunch check {word} looks at it; a run file has its keys, and model and data beside them"
     elif name.lower().endswith(JSON_LINES):
-        what, hint = "data (JSON lines)", _DATA_HINT
+        what, hint = "data (JSON lines)", DATA_HINT
     else:
         return None
     return ConfigError(f"{name}: this is {what}, not a run file", hint=hint)

@@ -169,7 +169,8 @@ def _sentence(
     shown = _shown(first["input"], mark)
     if mark is not None and (trap := _yaml_trap(first["input"], mark, wanted, key)):
         return trap[0], _KEY_HINTS.get(key, trap[1])
-    hint = _KEY_HINTS.get(key) or _rounding_hint(key, first) or _literal_hint(key, first)
+    hint = _KEY_HINTS.get(key) or _section_hint(key, first, shown)
+    hint = hint or _rounding_hint(key, first) or _literal_hint(key, first)
     return f"{key}: {shown} is not {wanted}", hint
 
 
@@ -233,6 +234,7 @@ _KEY_HINTS = {
     "zero_optimization.stage": "stage 3 shards all there is; offload_optimizer and offload_param save more",
     "deepspeed": "write the keys of the DeepSpeed JSON themselves here, as a mapping",
 }
+_MAIN_KEYS = {"zero_optimization": "stage", "data": "train", "optimizer": "type", "scheduler": "type"}
 _LENGTHS = {
     "too_short": "a list with enough entries",
     "too_long": "a list with so few entries",
@@ -259,6 +261,17 @@ def _shown(value: Any, mark: Mark | None) -> str:
     if mark is not None and mark.text:
         return f'"{mark.text}"' if mark.quoted else mark.text
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _section_hint(key: str, error: Any, shown: str) -> str | None:
+    """Where one value stands for a whole section: the key of the section that it is most likely for."""
+    wanted = ("model_type", "model_attributes_type")
+    name = _MAIN_KEYS.get(key)
+    if error["type"] not in wanted or name is None or isinstance(error["input"], bool):
+        return None
+    if not isinstance(error["input"], (str, int)):
+        return f"write {key}: {{{name}: ...}}"
+    return f"write {key}: {{{name}: {shown}}}"
 
 
 def _rounding_hint(key: str, error: Any) -> str | None:

@@ -52,7 +52,7 @@ def settings_in_words(rule: LossScaleRule) -> dict[str, str]:
         f" (the first time after {window + 1})",
         "hysteresis": _hysteresis_in_words(rule.hysteresis),
         "consecutive_hysteresis": f"the hysteresis is refilled {refill}",
-        "min_loss_scale": f"an overflow at {rule.min_loss_scale:g} stops the run at ZeRO stages 1-3",
+        "min_loss_scale": f"an overflow at scale {rule.min_loss_scale:g} stops the run at ZeRO stages 1-3",
     }
 
 

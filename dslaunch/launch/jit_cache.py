@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import cache_dir
 from dslaunch.launch.agent import cpu_model
+
+_OP = "deepspeed_shm_comm"  # which joins the ranks of a CPU
 
 
 def torch_extensions_dir(program: str, environ: Mapping[str, str], cwd: str) -> Path:
@@ -25,6 +28,29 @@ def torch_extensions_dir(program: str, environ: Mapping[str, str], cwd: str) -> 
     are not known: who upgrades torch there removes the directory.
     """
     return cache_dir(dict(environ)) / "torch_extensions" / _key(_interpreter(program, environ, cwd))
+
+
+def find_op_to_build(plan: LaunchPlan, environ: Mapping[str, str]) -> Path | None:
+    """Where a script of the user's will make DeepSpeed build its communication op, in silence, for a minute.
+
+    None where it is built already or not needed, and where nothing says that the script uses DeepSpeed.
+    """
+    if plan.device_type != "cpu" or plan.via != "local" or not _names_deepspeed(plan):
+        return None
+    given = plan.env.get("TORCH_EXTENSIONS_DIR") or environ.get("TORCH_EXTENSIONS_DIR")
+    folder = Path(given) if given else torch_extensions_dir(plan.argv[0], environ, plan.cwd)
+    return None if (Path(plan.cwd, folder) / _OP / f"{_OP}.so").exists() else folder
+
+
+def _names_deepspeed(plan: LaunchPlan) -> bool:
+    """Whether the command, or the script in it, has the word; to be sure one would have to run it."""
+    if any("deepspeed" in word for word in plan.argv):
+        return True
+    script = next((Path(plan.cwd, word) for word in plan.argv if word.endswith(".py")), None)
+    try:
+        return script is not None and b"deepspeed" in script.read_bytes()
+    except OSError:
+        return False
 
 
 def _interpreter(program: str, environ: Mapping[str, str], cwd: str) -> str:

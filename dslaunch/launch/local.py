@@ -60,10 +60,12 @@ def check_program(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         ) from None
 
 
-def check_devices(plan: LaunchPlan, environ: Mapping[str, str], *, root: Path = Path("/")) -> None:
+def check_devices(
+    plan: LaunchPlan, environ: Mapping[str, str], *, source: str | None = None, root: Path = Path("/")
+) -> None:
     """Raises EnvironmentNotReady where a plan for GPUs is to start on a machine that has not got them.
 
-    A plan may have been made for another machine (``--gpu h100``). A machine that
+    A plan may have been made for another machine: ``source`` is where that is written. A machine that
     has a GPU but no list of them (WSL) is let pass: each rank looks for itself.
     """
     if plan.device_type != "cuda":
@@ -79,5 +81,13 @@ def check_devices(plan: LaunchPlan, environ: Mapping[str, str], *, root: Path = 
         shown = f"{len(ids)} ({', '.join(ids)})" if ids else "none"
         raise EnvironmentNotReady(
             f"the plan is for GPU {missing[0]}, but this machine shows {shown}; nothing was started",
-            hint="start it where they are, or plan for this machine: leave --gpu out, or give --gpu cpu",
+            hint=f"start it where they are, or plan for this machine: {_without_gpus(source)}",
         )
+
+
+def _without_gpus(source: str | None) -> str:
+    """How to plan for a machine without GPUs, where the devices are written in ``source``."""
+    if source is None or source in ("derived", "default"):
+        return "give --gpu cpu"
+    name = source if source == "--gpu" else f"cluster.gpu ({source})"
+    return f"leave {name} out, or give --gpu cpu"

@@ -20,9 +20,10 @@ _FILES_PER_AGENT = 3  # its stdin, stdout and stderr
 _OTHER_FILES = 128
 
 
-def check_ready(plan: LaunchPlan) -> Mapping[str, str]:
+def check_ready(plan: LaunchPlan, *, device_source: str | None = None) -> Mapping[str, str]:
     """Whether ``plan`` can start from this machine now; returns the environment it looked at. Starts nothing.
 
+    ``device_source``: where its devices were written, as an Origin says it, for the message.
     No other host is contacted: each one's agent looks at its own when the launch starts.
     Raises ConfigError where the plan makes no sense here, EnvironmentNotReady
     where a secret, device, program, directory or the asked port is missing.
@@ -31,7 +32,7 @@ def check_ready(plan: LaunchPlan) -> Mapping[str, str]:
     check_launch(plan, environ)
     if plan.via == "local":
         local.check_hosts(plan.topology)
-        local.check_devices(plan, environ)
+        local.check_devices(plan, environ, source=device_source)
         if plan.container is None:
             local.check_program(plan, environ)
     elif plan.via == "slurm":

@@ -11,9 +11,11 @@ from typing import Any, cast
 
 import torch
 
-from dslaunch.core.errors import ConfigError, one_line
+from dslaunch.core.command import quote
+from dslaunch.core.errors import ConfigError, DslaunchError, one_line
 from dslaunch.core.model_path import model_kind
 from dslaunch.core.plan import ModelPlan
+from dslaunch.train.hub import check_hub_model
 from dslaunch.train.model import check_vocabulary, load_base_model, load_tokenizer
 
 
@@ -52,6 +54,8 @@ def load_generator(path: str, *, trust_remote_code: bool = False) -> Generator:
         )
     if adapter is None and directory.is_absolute() and not directory.exists():
         raise ConfigError(f"no model at {path}")
+    if adapter is None and not directory.exists() and "/" not in path:
+        _check_bare_name(path)
     base = _base_plan(adapter or {"base_model_name_or_path": path}, trust_remote_code)
     device, dtype = _device_and_dtype()
     # An adapter directory may bring its own tokenizer and template: they are what it was trained with.
@@ -63,6 +67,17 @@ def load_generator(path: str, *, trust_remote_code: bool = False) -> Generator:
         model = _with_adapter(model, directory, dtype)
     model.config.use_cache = True
     return Generator(model.to(device).eval(), tokenizer, end_token_ids(model, tokenizer))
+
+
+def _check_bare_name(name: str) -> None:
+    """A name without an owner is most often meant as a directory; few models of the hub have one."""
+    try:
+        check_hub_model(name, None)
+    except DslaunchError as error:
+        raise ConfigError(
+            f"no such directory: {name}; nor could the hub give a model of that name",
+            hint=f"write it first: dslaunch export RUN_DIR -o {quote(name)}",
+        ) from error
 
 
 def answer_prompts(

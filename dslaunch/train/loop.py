@@ -125,7 +125,7 @@ def _evaluate_and_save(job: Job, interval: _Interval, done: int, *, stopping: bo
         if evaluates:
             _evaluate(job, done)
         if saves:
-            _save(job, done)
+            _save(job, done, say=not (last or stopping))  # those are said at the end
 
 
 @contextmanager
@@ -243,14 +243,14 @@ def _evaluate(job: Job, step: int) -> EvalResult | None:
     return result
 
 
-def _save(job: Job, step: int) -> Path:
+def _save(job: Job, step: int, *, say: bool) -> None:
     root = RunDir(Path(job.plan.launch.run_dir)).checkpoints
     started = time.monotonic()
     path = save_checkpoint(job.engine, root, step, extra=job.extra, keep=job.plan.output.save_total_limit)
-    job.report.event(
-        "checkpoint_saved", step=step, path=str(path), seconds=round(time.monotonic() - started, 3)
-    )
-    return path
+    seconds = time.monotonic() - started
+    job.report.event("checkpoint_saved", step=step, path=str(path), seconds=round(seconds, 3))
+    if say:
+        job.report.say(f"checkpoint {path.name} ({seconds:.1f} s)")
 
 
 def _stopped(job: Job, done: int, total: int) -> int:

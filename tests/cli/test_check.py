@@ -97,13 +97,39 @@ def test_fix_writes_a_new_file(capsys: Capture) -> None:
         "old.json", {k: v for k, v in GOOD.items() if k != "gradient_clipping"} | {"gradient_clipp1ng": 0.5}
     )
     assert main(["check", "old.json", "--fix", "-o", "new.json"]) == 0
+    assert "wrote new.json\n" in capsys.readouterr().err
     assert json.loads(Path("new.json").read_text())["gradient_clipping"] == 0.5
     assert "gradient_clipp1ng" in Path("old.json").read_text()
     assert main(["check", "old.json", "--fix", "-o", "new.json"]) == 2, "-o replaces nothing without --force"
     assert main(["check", "old.json", "--fix", "-o", "new.json", "--force"]) == 0
     capsys.readouterr()
     assert main(["check", "old.json", "--fix", "-o", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["gradient_clipping"] == 0.5
+    out, err = capsys.readouterr()
+    assert json.loads(out)["gradient_clipping"] == 0.5
+    assert "wrote" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("data.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n', "data (JSON lines)"),
+        ("one.jsonl", '{"prompt": "a"}\n', "data (JSON lines)"),
+        ("lines.json", '{"prompt": "a"}\n{"prompt": "b"}\n', "data (JSON lines)"),
+        ("array.json", '[{"prompt": "a"}]', "data (a JSON array)"),
+    ],
+)
+def test_training_data_is_called_so(capsys: Capture, name: str, text: str, what: str) -> None:
+    Path(name).write_text(text)
+    assert main(["check", name]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith(f"{name}: error: this is {what}, not a config [unknown-kind]\n")
+    assert "data.train" in out
+
+
+def test_a_broken_config_is_no_data(capsys: Capture) -> None:
+    Path("broken.json").write_text('{"train_batch_size": 8}\n}')
+    assert main(["check", "broken.json"]) == 2
+    assert "this is data" not in capsys.readouterr().out
 
 
 def test_fix_in_place_exits_by_what_remains(capsys: Capture) -> None:

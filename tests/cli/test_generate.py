@@ -35,6 +35,16 @@ def test_two_prompts_are_told_apart_in_text(model_dir: Path, capsys: pytest.Capt
     assert [line for line in lines if line.startswith("> ")] == ["> a", "> b"]
 
 
+def test_a_name_that_is_nowhere_is_most_likely_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "first-adapter", "--prompt", "a"]) == 2
+    said = capsys.readouterr().err
+    assert "no such directory: first-adapter" in said
+    assert "hint: write it first: dslaunch export RUN_DIR -o first-adapter\n" in said
+
+
 def test_nothing_to_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path)]) == 2
     assert "--prompt" in capsys.readouterr().err

@@ -61,7 +61,11 @@ def test_a_plan_for_gpus_does_not_start_without_them(tmp_path: Path, run_file: P
     done = dslaunch("mine.yaml", *options, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     text = error_of(done, 3)
     assert "nothing was started" in text
+    assert "leave --gpu out" in text
     assert not (tmp_path / "r").exists()
+    written = ("--set", "cluster.gpu=a100", *options[2:])
+    text_of_set = error_of(dslaunch("mine.yaml", *written, cwd=tmp_path, CUDA_VISIBLE_DEVICES=""), 3)
+    assert "leave cluster.gpu (--set) out" in text_of_set
     dry = dslaunch("mine.yaml", *options, "--dry-run", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert error_of(dry, 3) == text
 

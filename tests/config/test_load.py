@@ -156,7 +156,14 @@ def test_all_unquoted_numbers_of_a_file_are_one_note() -> None:
             "did you mean AdamW?",
         ),
         ("optimizer: {params: {betas: [0.9]}}", None, None),
-        ("optimizer: AdamW", "optimizer: AdamW is not a mapping of keys to values", None),
+        (
+            "optimizer: AdamW",
+            "optimizer: AdamW is not a mapping of keys to values",
+            "write optimizer: {type: AdamW}",
+        ),
+        ("zero_optimization: 2", None, "write zero_optimization: {stage: 2}"),
+        ("zero_optimization: true", "zero_optimization: true is not a mapping of keys to values", None),
+        ("scheduler: [cosine]", None, "write scheduler: {type: ...}"),
         ("gradient_clipping: -1.0", "gradient_clipping: -1.0 is not >= 0", None),
         (
             "zero_optimization: {stage3_prefetch_bucket_size: 15099494.4}",

@@ -74,6 +74,21 @@ def test_gpus_that_are_elsewhere(tmp_path: Path, slots: tuple[str, ...], there: 
         check_devices(on_slots(*slots), {}, root=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        ("--gpu", "leave --gpu out, or give --gpu cpu"),
+        ("run.yaml:7", "leave cluster.gpu (run.yaml:7) out, or give --gpu cpu"),
+        ("derived", "machine: give --gpu cpu"),
+        (None, "machine: give --gpu cpu"),
+    ],
+)
+def test_the_hint_names_what_asked_for_gpus(tmp_path: Path, source: str | None, advice: str) -> None:
+    with pytest.raises(EnvironmentNotReady) as caught:
+        check_devices(on_slots("0"), {}, source=source, root=tmp_path)
+    assert (caught.value.hint or "").endswith(advice)
+
+
 def test_a_machine_that_cannot_list_its_gpus_is_let_try(tmp_path: Path) -> None:
     gpus(tmp_path, 0)
     (tmp_path / "dev/dxg").touch()

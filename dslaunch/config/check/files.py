@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dslaunch.config.check import Target, check_config, looks_like_deepspeed
+from dslaunch.config.check import CheckedConfig, Target, check_config, looks_like_deepspeed
+from dslaunch.core.data_files import JSON_LINES
 from dslaunch.core.finding import Finding
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def check_file(path: str, data: bytes, target: Target, load_model: LoadModel | N
     if kind == "batch-script":
         return CheckedFile(path, kind, _check_script(text, target))
     checked = check_config(text, target)
+    if (data_file := _explain_data(path, text, checked)) is not None:
+        return data_file
     if kind == "unknown" and checked.readable:
         none = Finding(
             "unknown-kind",
@@ -70,6 +73,19 @@ def check_file(path: str, data: bytes, target: Target, load_model: LoadModel | N
         )
         return CheckedFile(path, kind, (none,), readable=False)
     return CheckedFile(path, kind, checked.findings, checked.readable)
+
+
+def _explain_data(path: str, text: str, checked: CheckedConfig) -> CheckedFile | None:
+    """What is said of training data; None for what may be meant as a config."""
+    from dslaunch.config.not_a_run_file import DATA_HINT, describe_data
+
+    named_so = path.lower().endswith(JSON_LINES) and not looks_like_deepspeed(checked.value)
+    if checked.readable and not named_so:
+        return None
+    if (what := "data (JSON lines)" if named_so else describe_data(text)) is None:
+        return None
+    finding = Finding("unknown-kind", "error", "", f"this is {what}, not a config", hint=DATA_HINT)
+    return CheckedFile(path, "unknown", (finding,), readable=False)
 
 
 def find_kind(path: str, text: str) -> Kind:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 from collections.abc import Iterator
 from typing import IO
@@ -18,6 +19,8 @@ _SPACE = " \t\r\n"
 def iterate_json_array(stream: IO[bytes], name: str) -> Iterator[Record]:
     """The elements of the one JSON array in ``stream``, each with ``name:line`` of its first character.
 
+    Many arrays are one line, so a record's number (from 1) stands there too.
+
     Raises ConfigError with the line where the text stops being a JSON array.
     """
     text = _Window(stream, name)
@@ -25,10 +28,10 @@ def iterate_json_array(stream: IO[bytes], name: str) -> Iterator[Record]:
     if text.peek() == "]":
         text.expect("]")
     else:
-        while True:
+        for number in itertools.count(1):
             text.skip_space()
-            line = text.line
-            yield Record(f"{name}:{line}", text.take_value())
+            where = f"{name}:{text.line} record {number}"
+            yield Record(where, text.take_value())
             if text.peek() == "]":
                 text.expect("]")
                 break

@@ -8,7 +8,10 @@ from dslaunch.core.errors import ConfigError
 
 
 class Record(NamedTuple):
-    """One record as read. ``where`` is ``file:line``, ``file row N`` or ``id[split] row N`` (from 1).
+    """One record as read.
+
+    ``where`` is ``file:line``, ``file:line record N`` (of an array), ``file row N`` or ``id[split] row N``,
+    all from 1.
 
     ``error`` is set, and ``value`` is not, where the record could not be read at
     all but reading can go on with the next one (a broken line of a JSONL file).

@@ -54,7 +54,7 @@ def test_json_array_with_line_numbers(tmp_path: Path, indent: int | None) -> Non
     path.write_text(json.dumps(ROWS, indent=indent, ensure_ascii=False), encoding="utf-8")
     assert read(path) == ROWS
     wheres = [r.where for r in iterate_records(DataSource(path=str(path), kind="file"))]
-    assert wheres == [f"{path}:{1 if indent is None else 2 + 4 * i}" for i in range(5)]
+    assert wheres == [f"{path}:{1 if indent is None else 2 + 4 * i} record {i + 1}" for i in range(5)]
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64])
