@@ -96,7 +96,8 @@ def _device_source(plan: RecordedPlan, request: LaunchRequest) -> str | None:
     from dslaunch.core.plan import RunPlan
 
     if isinstance(plan, RunPlan):
-        return plan.origins["launch.device_type"].source
+        origin = plan.origins.get("launch.device_type")  # a recorded plan may be of an older version
+        return origin.source if origin else None
     return "--gpu" if request.gpu else None
 
 
