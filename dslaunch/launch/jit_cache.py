@@ -35,7 +35,8 @@ def find_op_to_build(plan: LaunchPlan, environ: Mapping[str, str]) -> Path | Non
 
     None where it is built already or not needed, and where nothing says that the script uses DeepSpeed.
     """
-    if plan.device_type != "cpu" or plan.via != "local" or not _names_deepspeed(plan):
+    elsewhere = plan.via != "local" or plan.container is not None
+    if plan.device_type != "cpu" or elsewhere or not _names_deepspeed(plan):
         return None
     given = plan.env.get("TORCH_EXTENSIONS_DIR") or environ.get("TORCH_EXTENSIONS_DIR")
     folder = Path(given) if given else torch_extensions_dir(plan.argv[0], environ, plan.cwd)
