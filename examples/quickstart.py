@@ -73,6 +73,8 @@ def main() -> int:
     if last > first / 2:
         print(f"Error: the held-out loss fell only from {first:.3f} to {last:.3f}", file=sys.stderr)
         return 1
+    print(f"\n  ask it yourself   dslaunch generate {run_dir / 'model'} --prompt 'Who founded Quillmere?'")
+    print('  your own data     README.md, "Your own data": a run file of five lines, dslaunch launch')
     return 0
 
 
