@@ -38,15 +38,15 @@ class StreamWriter:
     """Writes chunks in order, in a thread. A reader that went away costs output, not the run.
 
     ``problem`` says why not all could be written (a full disk); a reader that went away is none.
-    On a terminal, :meth:`show_status` keeps a last line there that gives way to all else.
+    On a terminal, :meth:`show_status` draws a last line there, which goes when anything else is written.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._broken = False
-        self._status = ""
-        self._drawn = ""
+        self._status = self._drawn = ""
+        self._is_status_due = False
         self._column = False  # whether the cursor stands behind text, where no status may go
         self.problem: str | None = None
         self._thread = threading.Thread(target=self._run, name="dslaunch-writer", daemon=True)
@@ -62,9 +62,10 @@ class StreamWriter:
         self._queue.put((data, on_written, stream or self._stream))
 
     def show_status(self, text: str) -> None:
-        """Show ``text`` (of printable characters) below all that is written, in place of the one before."""
-        if text != self._status:
-            self._status = text
+        """Draw ``text`` (of printable characters) below what is written so far, or erase what is drawn."""
+        self._status = text
+        if text != self._drawn and not self._is_status_due:
+            self._is_status_due = True
             self._queue.put((b"", None, self._stream))
 
     def close(self, give_up: Callable[[], bool]) -> None:
@@ -76,24 +77,35 @@ class StreamWriter:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             data, on_written, stream = item
-            status = self._status
-            if not self._broken and (data or status != self._drawn):
-                self._write(data, stream, status)
+            if on_written is None and not data:
+                self._draw_status()
+            elif data:
+                self._column = not data.endswith(b"\n")
+                self._erase_status()
+                self._write(data, stream)
             if on_written is not None:
                 on_written()
+        self._erase_status()
 
-    def _write(self, data: bytes, stream: BinaryIO, status: str) -> None:
-        self._column = not data.endswith(b"\n") if data else self._column
-        before = _ERASE if self._drawn else b""
-        self._drawn = "" if self._column else status
-        after = self._fit(self._drawn) if self._drawn else b""
+    def _draw_status(self) -> None:
+        self._is_status_due = False
+        text = self._status
+        self._erase_status()
+        if text and not self._column:
+            self._drawn = text
+            self._write(self._fit(text), self._stream)
+
+    def _erase_status(self) -> None:
+        if self._drawn:
+            self._drawn = ""
+            self._write(_ERASE, self._stream)
+
+    def _write(self, data: bytes, stream: BinaryIO) -> None:
+        if self._broken:
+            return
         try:
-            if stream is self._stream:
-                data, before, after = before + data + after, b"", b""
-            for part, to in ((before, self._stream), (data, stream), (after, self._stream)):
-                if part:
-                    to.write(part)
-                    to.flush()
+            stream.write(data)
+            stream.flush()
         except (OSError, ValueError) as error:
             self._broken = True
             if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):

@@ -57,7 +57,7 @@ def test_a_status_line_that_gives_way(tmp_path: Path) -> None:
     assert "2 of 2 ranks up, 0:00:0" in text
     assert "1 of 2 ranks up, 0:00:0" in text
     assert left_on(text)[2:] == ["step 0", "step 1", "step 2", "step 3", ""]
-    assert text.count(" up, ") <= 12  # twice a second, and anew below each line
+    assert text.count(" up, ") <= 8  # twice a second
 
 
 def test_it_is_cut_to_the_terminal(tmp_path: Path) -> None:
