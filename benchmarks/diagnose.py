@@ -5,8 +5,7 @@
 The logs are made here: a DeepSpeed fp16 run of 8 ranks (overflow lines, progress bars, losses, and the talk
 of libraries between them: 1.4 KB a step), a Megatron run (nothing but lines of a step), a trainer's (nothing
 but losses and norms) and one without a line feed (nothing but progress bars). Exit code 1 where the first
-takes more than 30 CPU seconds per GiB, or one takes over 16 MiB more memory than one of a hundredth of its
-size.
+takes more than 30 CPU seconds per GiB, or one takes over 16 MiB more memory than a hundredth of it does.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _LOG_FROM = 1000.0  # a curve whose greatest value is so many times its least is
 
 def scale_plot(course: Course, overflow_steps: Sequence[int], last_step: int | None) -> list[str]:
     """The loss scale; empty where the log names none."""
-    points = [(step, scale) for step, scale in course.points if scale > 0]
+    points = course.points
     if not points:
         return []
     first, last = points[0][0], max(points[-1][0], last_step or 0)

@@ -130,6 +130,7 @@ def scale_course(
         assert event.before is not None and event.after is not None
         points += [(event.step, event.before), (event.step, event.after)]
     points += observed
+    points = [point for point in points if 0 < point[1] < math.inf]  # int(0.5) is logged as 0
     points.sort(key=lambda point: point[0])
     last = points[-1][1] if points else None
     known: Literal["logged", "inferred", "last overflow"] = "logged" if observed else "last overflow"
@@ -155,7 +156,7 @@ def _placed(events: Sequence[Overflow], window: Setting | None) -> list[Overflow
     """Where steps are counted only, an overflow after growths is not before the rule allows them."""
     placed: list[Overflow] = []
     for event in events:
-        if window is not None and placed and event.slack is None:
+        if window is not None and placed and event.slack != 0:
             left = placed[-1]
             assert left.after is not None and event.before is not None
             times = _doublings(left.after, event.before)
@@ -187,7 +188,9 @@ def _growth_between(left: Overflow, right: Overflow, window: Setting | None) -> 
 
 def _doublings(before: float, after: float) -> int:
     """How often ``before`` was doubled to give ``after``; 0 where it was not."""
-    return round(math.log2(after / before)) if before > 0 and after > before else 0
+    if not (0 < before < after < math.inf):
+        return 0
+    return round(math.log2(after) - math.log2(before))
 
 
 def _tail(events: Sequence[Overflow], window: Setting | None, last_step: int | None) -> Growth | None:

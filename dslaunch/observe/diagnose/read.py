@@ -227,7 +227,7 @@ def _record(row: dict[str, Any], number: int) -> Record | None:
         scale = _float(row.get("loss_scale"))
         return Record(
             "metrics", number, step, loss=_float(row.get("loss")), norm=_float(row.get("grad_norm")),
-            scale=None if scale == 1.0 else scale, text=text,
+            scale=None if scale == 1.0 else scale, name="scale used", text=text,
         )  # fmt: skip
     if kind == "rank_error" and "already at minimum" in str(row.get("message")):
         return Record("minimum", number, text=text)

@@ -25,6 +25,7 @@ class Record:
     ``fused``: the overflow of iteration ``step`` at ZeRO stage 0, whose scale a line of its own tells.
     ``growth``, ``set``, ``static``: the scale. ``minimum``: the run ends for it. ``metrics``: numbers.
     ``mark``: step ``step`` is over. ``setting``: ``name`` of the fp16 section is ``before``.
+    ``name`` is "scale used" where ``scale`` is the one that the step ran with, not the next one.
     ``bar``: a step that only a progress bar tells, which may be one or two behind.
     """
 
@@ -45,7 +46,7 @@ class Record:
     text: bytes = b""
 
 
-_NUMBER = rb"([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
+_NUMBER = rb"([-+]?\d{1,80}(?:\.\d*)?(?:[eE][-+]?\d{1,2})?)"  # so that it is finite
 _VALUE = rb"([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|(?i:nan|inf(?:inity)?)))(?![\w.]*[A-Za-z_])"
 
 
@@ -55,49 +56,49 @@ def _shape(words: str, flags: int = 0) -> re.Pattern[bytes]:
     return re.compile(text.replace(b"#", _NUMBER), flags)
 
 
-_ATTEMPT = _shape(r"Attempted loss scale: #,\s*(?:reducing to #|but hysteresis is (\d+))")
+_ATTEMPT = _shape(r"Attempted loss scale: #,\s*(?:reducing to #|but hysteresis is (\d{1,15}))")
 _REDUCING = _shape("Reducing dynamic loss scale from # to #")
 _INCREASING = _shape("Increasing dynamic loss scale from # to #")
-_ITERATION = _shape(r"Grad overflow on iteration:? (\d+)")
-_QUIET = _shape(r"No Grad overflow for (\d+) iterations")
+_ITERATION = _shape(r"Grad overflow on iteration:? (\d{1,15})")
+_QUIET = _shape(r"No Grad overflow for (\d{1,15}) iterations")
 _STATIC = _shape("Using static loss scale of: #")
 _MINIMUM = _shape("Current loss scale already at minimum|Minimum loss scale reached")
 _SET = _shape("setting loss scale from # -> #")
-_APEX = _shape(r"Gradient overflow\. Skipping step, loss scaler (\d+) reducing loss scale to #")
+_APEX = _shape(r"Gradient overflow\. Skipping step, loss scaler (\d{1,15}) reducing loss scale to #")
 _FAIRSEQ = _shape(r"overflow detected,[^|\n]{0,40}?setting loss scale to: #")
-_RESTORE = _shape(r"Restoring hysteresis to (\d+)")
+_RESTORE = _shape(r"Restoring hysteresis to (\d{1,15})")
 _BARE = _shape(r"OVERFLOW! (?:Rank \d+ )?Skipping step\. (?!A)")
 _SHAPES = (
     _ATTEMPT, _REDUCING, _INCREASING, _ITERATION, _QUIET, _STATIC, _MINIMUM, _SET, _APEX, _FAIRSEQ, _RESTORE,
 )  # fmt: skip
 _SCALE_WORDS = re.compile(rb"verflow|VERFLOW|loss s|kipping step|ttempted|hysteresis")
 
-_PROGRESS = re.compile(rb"step=(\d+),\s*skipped=(\d+)")
-_MEGATRON = re.compile(rb"iteration\s+(\d+)/\s*\d+\s*\|")
+_PROGRESS = re.compile(rb"step=(\d{1,15}),\s*skipped=(\d{1,15})")
+_MEGATRON = re.compile(rb"iteration\s+(\d{1,15})/\s*\d+\s*\|")
 _M_USUAL = re.compile(
-    rb"iteration\s+(\d+)/[^|]*\|.*?\blm[ _]loss: " + _VALUE + rb".*?\| loss scale: " + _VALUE
-    + rb".*?\| grad norm: " + _VALUE + rb".*?\| number of skipped iterations:\s+(\d+) \|"
+    rb"iteration\s+(\d{1,15})/[^|]*\|.*?\blm[ _]loss: " + _VALUE + rb".*?\| loss scale: " + _VALUE
+    + rb".*?\| grad norm: " + _VALUE + rb".*?\| number of skipped iterations:\s+(\d{1,15}) \|"
 )  # fmt: skip
 _M_LOSS = re.compile(rb"(?:\blm[ _]?)?\bloss:\s*" + _VALUE)
 _M_NORM = re.compile(rb"grad\s*norm:\s*" + _VALUE)
 _M_SCALE = re.compile(rb"loss\s*scale:\s*" + _VALUE)
-_M_SKIPPED = re.compile(rb"skipped\s*iterations:\s*(\d+)")
+_M_SKIPPED = re.compile(rb"skipped\s*iterations:\s*(\d{1,15})")
 
 _LOSS = re.compile(rb"(?<![A-Za-z_/-])(?:lm_|lm |train/)?[Ll]oss['\"]?(\s*[:=]\s*|\s+)['\"]?" + _VALUE)
 _HELD_OUT = (b"val", b"eval", b"test", b"held-out", b"validation", b"mean", b"average")
 _NORM = re.compile(rb"(?:grad(?:ient)?[_ ]?norm|gnorm)['\"]?\s*[:=]?\s*['\"]?" + _VALUE)
 _LOGGED_SCALE = re.compile(rb"loss_scale['\"]?\s*[:=]\s*['\"]?" + _VALUE)
 _STEP = re.compile(
-    rb"(?<![\w])(?:global_?step|step|iteration|iter|num_updates)['\"]?\s*[:=#]?\s*['\"]?(\d+)", re.I
+    rb"(?<![\w])(?:global_?step|step|iteration|iter|num_updates)['\"]?\s*[:=#]?\s*['\"]?(\d{1,15})", re.I
 )
-_BAR = re.compile(rb"(?<!\d)(\d+)/\d+ \[\d")
+_BAR = re.compile(rb"(?<!\d)(\d{1,15})/\d+ \[\d")
 _SETTING = re.compile(
     rb"(?<![\w])(loss_scale_window|scale_window|hysteresis|delayed_shift|min_loss_scale|min_scale"
     rb"|initial_scale_power|consecutive_hysteresis|overlap_comm)['\"]?[\s:=.]{1,60}['\"]?"
     rb"([Tt]rue|[Ff]alse|\d+(?:\.\d+)?)(?![\w])"
 )
 _NAMES = {"scale_window": "loss_scale_window", "delayed_shift": "hysteresis", "min_scale": "min_loss_scale"}
-_RANK = re.compile(rb"[Rr]ank[ :_]*(\d+)|\[default(\d+)\]|^\s*(\d+):\s")
+_RANK = re.compile(rb"[Rr]ank[ :_]*(\d{1,15})|\[default(\d{1,15})\]|^\s*(\d{1,15}):\s")
 _CLOCK = re.compile(rb"\d{4}-\d\d-\d\d[ T](\d\d):(\d\d):(\d\d)")
 _DIGITS = (*(b"%d" % digit for digit in range(10)), b".")
 _ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")

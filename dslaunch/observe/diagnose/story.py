@@ -52,7 +52,8 @@ class Story:
         self._fused_step = -1
         self._growth_logged = False  # since the last overflow
         self._norm: float | None = None
-        self._mark: tuple[int, int] | None = None
+        self._mark: tuple[int, int] | None = None  # the last line of progress: (step, skipped)
+        self._every: int | None = None  # steps between two of them
 
     def add(self, record: Record, file: str) -> None:
         self.known += 1
@@ -74,7 +75,7 @@ class Story:
         elif kind == "static":
             self._static(record, file)
         elif record.after is not None and record.after != self.scale:  # growth, set
-            self._observe_scale(record.after)
+            self._observe_scale(record.after, self.clock + 1)  # said within the step, before its end is
             self._good += 2
 
     @property
@@ -106,6 +107,7 @@ class Story:
         if steps - skips > 0 and steps > 0:
             self._good += steps - skips
         self._reach(record.step)
+        self._every = steps if self._mark is not None and steps > 0 else None
         self._mark, self.num_skipped = (record.step, skipped), skipped
 
     # -- overflows
@@ -135,6 +137,8 @@ class Story:
         if record.bar is not None:
             return record.bar, 2
         self.clock += 1
+        if self._mark is not None and self._every is not None and self.clock <= self._mark[0] + self._every:
+            return self.clock, self._every - 1  # between two lines of progress
         return self.clock, None
 
     def _fused_overflow(self, record: Record, file: str) -> None:
@@ -224,9 +228,12 @@ class Story:
         floor = self.settings.get("min_loss_scale")
         return scale <= (floor.value if floor else 1.0)
 
-    def _observe_scale(self, scale: float) -> None:
+    def _observe_scale(self, scale: float, step: int) -> None:
+        """The log names the scale that holds after ``step``."""
+        if not (math.isfinite(scale) and scale > 0):
+            return
         if self.scale is None or scale != self.scale:
-            self.scale_series.add(self.clock, scale)
+            self.scale_series.add(step, scale)
         self._growth_logged |= self.scale is not None and scale > self.scale
         self.scale = scale
 
@@ -267,7 +274,7 @@ class Story:
         if record.norm is not None:
             self._norms(record, file)
         if record.scale is not None:
-            self._observe_scale(record.scale)
+            self._observe_scale(record.scale, self.clock - (record.name == "scale used"))
 
     def _sign_of_good(self, record: Record) -> int:
         if record.skipped:
@@ -281,11 +288,12 @@ class Story:
         assert record.step is not None
         if not record.skipped or record.rank not in (None, self._metrics_rank):
             return
+        scale = record.scale if record.scale is not None and math.isfinite(record.scale) else None
         every = record.step - self.last_step if self.last_step is not None else record.skipped
         for index in range(min(record.skipped, 1000)):
-            before = self.scale if self.scale is not None else record.scale
+            before = self.scale if self.scale is not None else scale
             last = index == record.skipped - 1
-            after = record.scale if last else before
+            after = scale if last else before
             one = Record("overflow", record.line, record.step, before=before, after=after, text=record.text)
             slack = 0 if every == record.skipped else every
             self._note(one, file, record.step - record.skipped + index + 1, slack)

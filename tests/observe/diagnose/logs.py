@@ -88,3 +88,13 @@ def read(tmp_path: Path, lines: Iterable[str] | bytes, **stated: float) -> Diagn
 
 def names(found: Diagnosis) -> list[str]:
     return [verdict.name for verdict in found.verdicts]
+
+
+def scales_by_step(found: Diagnosis, steps: int) -> list[float]:
+    """The scale that each step ran with: the last point before it, or the first one on it."""
+    points = list(found.course.points)
+    scales = []
+    for step in range(1, steps + 1):
+        before = [scale for place, scale in points if place < step]
+        scales.append(before[-1] if before else points[0][1])
+    return scales

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from dslaunch.core.loss_scale import LossScaleRule, growths_within, simulate_loss_scale
-from dslaunch.observe.diagnose.read import Diagnosis
-from tests.observe.diagnose.logs import overflow_line, read, zero_log
+from tests.observe.diagnose.logs import overflow_line, read, scales_by_step, zero_log
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
@@ -25,16 +24,6 @@ def test_the_course_is_that_of_an_independent_scaler(seed: int, hysteresis: int,
     first, last = min(overflows), max(overflows)
     assert counted == len([step for step in made.growths if step > first])
     assert last in found.course.overflow_steps
-
-
-def scales_by_step(found: Diagnosis, steps: int) -> list[float]:
-    """The scale that each step ran with: the last point before it, or the first one on it."""
-    points = list(found.course.points)
-    scales = []
-    for step in range(1, steps + 1):
-        before = [scale for place, scale in points if place < step]
-        scales.append(before[-1] if before else points[0][1])
-    return scales
 
 
 def test_the_window_follows_from_the_overflows(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dslaunch.cli.diagnose import diagnosis_lines
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.events import JsonlWriter
 from dslaunch.observe.diagnose.read import diagnose
@@ -109,10 +110,13 @@ def test_noise_of_any_kind(tmp_path: Path) -> None:
     draw = random.Random(5)
     words = [b"loss", b": ", b"1.5", b"OVERFLOW!", b"Attempted loss scale: ", b"|", b"\n", b"\r",
              b"\xff", b"iteration 3/ 9 |", b"step=1, skipped=", b"nan", b" [", b"7/9 [0", b"hysteresis",
-             b"loss scale: 0.0", b"reducing to 0, "]  # fmt: skip
+             b"loss scale: 0.0", b"reducing to 0, ", b"1e999", b"9" * 5000, b"step=", b"lm loss: inf |",
+             b"0", b"loss scale: inf", b"grad norm: nan |", b"skipped iterations: 9000000000 |"]  # fmt: skip
     for _ in range(300):
         try:
-            read(tmp_path, b"".join(draw.choices(words, k=60))).to_json()
+            found = read(tmp_path, b"".join(draw.choices(words, k=60)))
+            assert json.loads(json.dumps(found.to_json(), allow_nan=False))["schema_version"] == 1
+            assert diagnosis_lines(found)
         except ConfigError:
             pass
 
