@@ -81,6 +81,8 @@ def _host_verdict(plan: MemoryPlan) -> str:
     capacity = gib(plan.host_capacity_bytes).strip()
     if plan.host_fits:
         return f"fits: {total} of {capacity} RAM on each host"
+    if plan.trains:
+        return f"trains, but cannot be resumed there: {total} of {capacity} RAM on each host when resuming"
     return (
         f"does not fit: {total} of {capacity} RAM on each host; "
         f"when {plan.host_phase}, {plan.host_binds} is the largest"
@@ -95,7 +97,8 @@ def _what_would_fit(memory: Memory) -> list[str]:
         device, host = (
             gib(size).strip() for size in (nearest.plan.total_bytes, nearest.plan.host_peak_bytes)
         )
-        where = f"{device} on each device, {host} of each host's RAM"
+        where = "" if nearest.plan.on_cpu else f"{device} on each device, "
+        where += f"{host} of each host's RAM"
         return [f"nearest that fits: {' '.join(nearest.changes)} ({where})"]
     if not memory.larger:
         return ["nothing tried here fits: neither shorter samples nor adapters nor 64 hosts like these"]

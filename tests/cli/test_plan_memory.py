@@ -292,6 +292,25 @@ def test_a_host_that_is_too_small_is_told_with_reason_and_remedy(
     assert not any(alternative["fits"] for alternative in found["alternatives"])
 
 
+def test_a_host_that_can_train_but_not_resume_is_told_so(
+    seven_billion: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *seven_billion, "--host-memory-gib", "180"]) == 0
+    head = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert head[3] == (
+        "trains, but cannot be resumed there: 202.68 GiB of 180.00 GiB RAM on each host when resuming"
+    )
+
+
+def test_check_names_each_choice_of_auto_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    block = "zero_optimization: {stage: auto, offload_optimizer: auto, offload_param: auto}"
+    (here / "run.yaml").write_text(
+        RUN.replace("zero_optimization: {stage: 2}", block).replace("cluster: {", "cluster: {num_nodes: 1, ")
+    )
+    assert main(["check", "run.yaml"]) == 0
+    assert capsys.readouterr().out.count("zero_optimization: stage 1 fits: ") == 1
+
+
 def test_a_host_elsewhere_is_unknown_until_it_is_said(
     seven_billion: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -136,7 +136,7 @@ def _check_memory(
         message = error.message.removeprefix(loaded.where(key))
         return [Finding("run-file", "error", key, message, line, None, error.hint)]
     report = _resolve(settled, facts, None)
-    chosen = [Finding("note", "info", key, reason, line) for reason in settled.settled.values()]
+    chosen = [Finding("note", "info", key, note, line) for note in settled.notes[len(loaded.notes) :]]
     found = [_finding(path, problem, settled) for problem in report.problems]
     return chosen + [finding for finding in found if not _is_missing(finding.key, facts)]
 

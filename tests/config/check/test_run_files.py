@@ -224,7 +224,7 @@ class TestMemoryPlan:
         gpus = "{num_nodes: 1, num_gpus_per_node: 8, gpu: a100-80g}"
         code, out = self.run(folder, capsys, "./model", gpus)
         assert code == 0
-        assert out.startswith("project/run.yaml:5: info: stage ")
+        assert out.startswith("project/run.yaml:5: info: zero_optimization: stage ")
 
     def test_nothing_fits(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         gpus = "{num_nodes: 1, num_gpus_per_node: 1, gpu: t4}"
