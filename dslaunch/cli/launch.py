@@ -76,7 +76,7 @@ def _is_program(word: str) -> bool:
 @options.set_option
 @options.cluster_options
 @options.master_options
-@click.option("--via", metavar="WAY", help="Way to reach the hosts: auto (default), local, ssh or slurm.")
+@click.option("--via", metavar="WAY", help="Way to reach hosts: auto (default), local, ssh, slurm, openmpi.")
 @click.option(
     "--container",
     metavar="RUNTIME:WHAT",

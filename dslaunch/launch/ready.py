@@ -10,7 +10,7 @@ from pathlib import Path
 from dslaunch.core.errors import ConfigError, ConfigErrors, EnvironmentNotReady
 from dslaunch.core.packages import missing_packages, packages_missing
 from dslaunch.core.plan import LaunchPlan, RunPlan
-from dslaunch.launch import local, slurm, ssh
+from dslaunch.launch import local, openmpi, slurm, ssh
 from dslaunch.launch.container import check_container
 from dslaunch.launch.orders import check_launch, is_elsewhere, way_to
 from dslaunch.launch.ports import lease_port
@@ -37,6 +37,8 @@ def check_ready(plan: LaunchPlan, *, device_source: str | None = None) -> Mappin
             local.check_program(plan, environ)
     elif plan.via == "slurm":
         slurm.check_job(plan.topology, environ)
+    elif plan.via == "openmpi":
+        openmpi.check_hosts(plan.topology, environ)
     else:
         ssh.check_client(environ)
     allow_open_files(plan.topology.num_nodes)

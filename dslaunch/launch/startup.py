@@ -16,7 +16,7 @@ from dslaunch.core.command import Command
 from dslaunch.core.errors import EnvironmentNotReady
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host
-from dslaunch.launch import local, slurm, ssh
+from dslaunch.launch import local, openmpi, slurm, ssh
 from dslaunch.launch.container import enter_words
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.orders import build_orders, is_elsewhere, way_to
@@ -30,9 +30,14 @@ LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any], Mapping[str, str], Seque
     "local": local.build_agent_command,
     "ssh": ssh.build_agent_command,
     "slurm": slurm.build_agent_command,
+    "openmpi": openmpi.build_agent_command,
 }
 # What each says where another try may succeed.
-WORTH_ANOTHER_TRY = {"ssh": ssh.WORTH_ANOTHER_TRY, "slurm": slurm.WORTH_ANOTHER_TRY}
+WORTH_ANOTHER_TRY = {
+    "ssh": ssh.WORTH_ANOTHER_TRY,
+    "slurm": slurm.WORTH_ANOTHER_TRY,
+    "openmpi": openmpi.WORTH_ANOTHER_TRY,
+}
 
 _FANOUT = 64  # agents that may be connecting at once
 _LEAST_FANOUT = 8  # where hosts, or a jump host before them, turn connections away

@@ -1,0 +1,53 @@
+"""The way to other machines by Open MPI: one mpirun, and so one daemon of its, for each host.
+
+For clusters where mpirun reaches nodes and ssh does not (a PBS or LSF job), or where that is what people
+use. mpirun hands stdin to its first process alone, so each host has an mpirun of its own. It carries both
+streams as they are; killed, it lets the agent see the end of its stdin at once (measured with 4.1.4).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dslaunch.core.command import Command
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.core.topology import Host, Topology
+from dslaunch.launch.carried import loader_argv, packed_agent
+from dslaunch.launch.orders import encode_orders
+
+# By default mpirun pins one or two processes to a core each: all ranks of the host would share it.
+OPTIONS = ("-np", "1", "--bind-to", "none")
+# The agent is alone in its MPI job. A rank that took these for its own place would think itself alone.
+_PLACE_OF_THE_AGENT = (
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_NODE_RANK",
+    "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_UNIVERSE_SIZE", "PMIX_RANK",
+    "PMIX_NAMESPACE", "PMIX_ID", "PMIX_SERVER_URI2", "PMIX_SERVER_URI3", "PMIX_SERVER_URI4",
+)  # fmt: skip
+WORTH_ANOTHER_TRY = (b"Connection refused", b"Connection reset", b"Connection closed by", b"kex_exchange")
+
+
+def build_agent_command(
+    host: Host, orders: dict[str, Any], environ: Mapping[str, str], within: Sequence[str] = ()
+) -> Command:
+    """The mpirun command that starts the agent on ``host``, ``within`` a container there."""
+    argv = ("mpirun", *OPTIONS, "--host", host.name, *within, *loader_argv(forget=_PLACE_OF_THE_AGENT))
+    # Its own two words for "yes, as root": without them it starts nothing there.
+    env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
+    return Command(argv=argv, env=env, stdin=packed_agent() + encode_orders(orders))
+
+
+def check_hosts(topology: Topology, environ: Mapping[str, str]) -> None:
+    """Raises EnvironmentNotReady where there is no mpirun, ConfigError for what it has no word for."""
+    if shutil.which("mpirun", path=environ.get("PATH", os.defpath)) is None:
+        raise EnvironmentNotReady(
+            "no mpirun in PATH; nothing was started", hint="load the site's Open MPI module, or --via ssh"
+        )
+    for host in topology.hosts:
+        if host.user is not None or host.port is not None or ":" in host.name:
+            raise ConfigError(
+                f"host {host.name}: mpirun takes names without user, port or IPv6; nothing was started",
+                hint="set User and Port for a name in ~/.ssh/config, or --via ssh (launch.via)",
+            )
