@@ -87,7 +87,10 @@ def test_help_of_a_verb_imports_click_alone(verb: str) -> None:
     ],
     ids=lambda argv: " ".join(argv[:1]) + (" from flags" if "--lr" in argv else ""),
 )  # fmt: skip
-def test_resolving_imports_nothing_heavy(argv: tuple[str, ...], tmp_path: Path) -> None:
+def test_resolving_imports_nothing_heavy(
+    argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # doctor looks for locks of builds there
     modules = imported(*argv, cwd=tmp_path)
     tops = third_party(modules)
     assert not tops & HEAVY

@@ -14,6 +14,12 @@ from dslaunch.cli.doctor_ops import ops_to_build
 from dslaunch.cli.main import main
 
 
+@pytest.fixture(autouse=True)
+def ops_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests may just be building in theirs, where a lock is no fault."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("ops")))
+
+
 def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
     assert main(["doctor", *argv]) == code, capsys.readouterr()
     captured = capsys.readouterr()
@@ -134,7 +140,8 @@ def test_in_a_job_of_several_nodes_local_means_this_one(
 
 def test_ops_are_built_where_ranks_look_for_them(ops_dir: Path, tmp_path: Path) -> None:
     """By a process like the ranks', so in the cache that they are given. The op is there already."""
-    env = {**os.environ, "DSLAUNCH_CACHE": str(tmp_path / "cache")}
+    cache = {"DSLAUNCH_CACHE": str(tmp_path / "cache"), "TORCH_EXTENSIONS_DIR": str(ops_dir)}
+    env = {**os.environ, **cache}
     argv = [sys.executable, "-m", "dslaunch", "doctor", "--build-ops"]
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

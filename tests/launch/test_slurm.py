@@ -239,8 +239,10 @@ def test_a_job_that_is_gone(jobs: SlurmBed, tmp_path: Path) -> None:
     assert not Path("started").exists()
 
 
-def test_doctor_asks_the_nodes_of_the_job(jobs: SlurmBed) -> None:
-    job = jobs.submit(f"exec {dslaunch('doctor', '--gpu', 'cpu', '--json')}", "--nodes=3", "--mem=100")
+def test_doctor_asks_the_nodes_of_the_job(jobs: SlurmBed, tmp_path: Path) -> None:
+    ops = f"export TORCH_EXTENSIONS_DIR={tmp_path}"  # other tests may build in theirs
+    doctor = dslaunch("doctor", "--gpu", "cpu", "--json")
+    job = jobs.submit(f"{ops}\nexec {doctor}", "--nodes=3", "--mem=100")
     code, out, err = job.wait()
     assert code == 0, out + err
     report = json.loads(out)

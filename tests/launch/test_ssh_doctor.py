@@ -29,6 +29,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
 def doctor(bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doctor]:
     """``doctor(*options)`` on the control host, about CPU ranks; leaves nothing anywhere."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))  # other tests may build in theirs
     (tmp_path / "hosts").write_text("".join(f"{name} slots=1\n" for name in bed.names))
 
     def run(*options: str, hostfile: str = "hosts") -> tuple[int, str, str]:
@@ -141,9 +142,10 @@ def test_a_host_that_is_cut_off_in_the_middle(bed: Testbed, doctor: Doctor) -> N
 
 
 def test_ops_are_built_once_on_every_host(
-    bed: Testbed, doctor: Doctor, ops_dir: Path, tmp_path: Path
+    doctor: Doctor, ops_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are built already here; each host looks, and says where."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(ops_dir))
     code, _, err = doctor("--build-ops")
     assert code == 0, err
     assert "built on 3 hosts; logs in " in err
