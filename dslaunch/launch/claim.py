@@ -27,7 +27,7 @@ from dslaunch.launch.record import CommandPlan, in_use, load_recorded_plan
 
 # What a start leaves behind before its first step. Checkpoints and tracker directories are not among it.
 _OWN_FILE = re.compile(
-    r"\.lock|plan\.json|ds_config\.json|hostfile|launch\.sh|deepspeed-(hostfile|env)|events\.jsonl|metrics\.jsonl"
+    r"\.lock|\.seen-by-all-hosts-\w+|plan\.json|ds_config\.json|hostfile|launch\.sh|deepspeed-(hostfile|env)|events\.jsonl|metrics\.jsonl"
     r"|logs/rank-\d+\.(log|traceback)|tensorboard/events\.out\.tfevents\.[^/]+"
 )
 _OWN_FOLDERS = ("logs", "tensorboard", "checkpoints")

@@ -17,6 +17,7 @@ from dslaunch.core.errors import (
     EXIT_OUR_BUG,
     EXIT_STOPPED_AT_CHECKPOINT,
     EXIT_USAGE,
+    EnvironmentNotReady,
 )
 from dslaunch.core.events import JsonlWriter
 from dslaunch.core.plan import LaunchPlan
@@ -46,26 +47,28 @@ def supervise_with_restarts(
     in a row that a failing rank ended before anything was gained are a crash loop.
     """
     restarts = Restarts(plan, own_worker=own_worker)
+    last: Outcome | None = None
     while True:
         started = time.monotonic()
-        refusal: HostsUnusable | None = None
+        refusal: EnvironmentNotReady | None = None
         outcome: Outcome | None = None
         try:
             outcome = supervise(
                 restarts.plan, events=events, signals=signals, own_worker=own_worker, **more
             )  # fmt: skip
-        except HostsUnusable as error:
-            if not restarts.number:
+        except EnvironmentNotReady as error:
+            if last is None:
                 raise
             refusal = error
-        culprits = refusal.hosts if refusal is not None else _culprit(outcome)
+        last = outcome or last
+        culprits = refusal.hosts if isinstance(refusal, HostsUnusable) else _culprit(outcome)
         again = restarts.next(outcome, culprits, lived_s=time.monotonic() - started)
         if again is not None and _wait(again, signals, events):
             continue
+        assert last is not None
         if refusal is not None:
-            raise refusal
-        assert outcome is not None
-        return outcome
+            _tell_refused(restarts.number, refusal, last, events)
+        return last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +134,12 @@ class Restarts:
             if spare is not None:
                 left_out.append(host.name)
             hosts.append(spare or host)
-        self.plan = dataclasses.replace(self.plan, topology=Topology(hosts=tuple(hosts)))
+        first_is_new = hosts[0] is not self.plan.topology.hosts[0]  # an address that was given is not its
+        self.plan = dataclasses.replace(
+            self.plan,
+            topology=Topology(hosts=tuple(hosts)),
+            master_addr=None if first_is_new else self.plan.master_addr,
+        )
         return tuple(left_out)
 
     def _spare_for(self, host: Host) -> Host | None:
@@ -144,6 +152,15 @@ class Restarts:
         """The step of the newest checkpoint; 0 without one."""
         names = [path.name for path in RunDir(Path(self.plan.run_dir)).checkpoints.glob("step-*")]
         return max((int(name[5:]) for name in names if name[5:].isdigit()), default=0)
+
+
+def _tell_refused(
+    number: int, refusal: EnvironmentNotReady, last: Outcome, events: JsonlWriter | None
+) -> None:
+    """A restart that could not be is not why the launch failed: that is what came before it."""
+    print(f"dslaunch: restart {number}: {refusal.message}", file=sys.stderr, flush=True)
+    if events is not None:
+        events.write("launch_end", exit_code=last.exit_code)
 
 
 def _culprit(outcome: Outcome | None) -> list[str]:

@@ -94,8 +94,7 @@ class _Launch:
         self.pids: dict[int, int] = {}
         self.ends: dict[int, RankEnd] = {}
         self.cancelled_at = float("-inf")
-        self.checkpoint_deadline = float("inf")
-        self.kill_agents_at = float("inf")
+        self.checkpoint_deadline = self.kill_agents_at = float("inf")
         watched = plan.via != "local" or plan.container is not None
         self.beat_s = plan.host_timeout_s / 6 if watched else float("inf")
         self.next_beat = time.monotonic() + self.beat_s
@@ -223,8 +222,8 @@ class _Launch:
             return
         if code == EXIT_STOPPED_AT_CHECKPOINT:
             # All ranks stop at the same step; the others are about to exit the same way.
-            deadline = time.monotonic() + self.plan.checkpoint_grace_s
-            self.checkpoint_deadline = min(self.checkpoint_deadline, deadline)
+            by = time.monotonic() + self.plan.checkpoint_grace_s
+            self.checkpoint_deadline = min(self.checkpoint_deadline, by)
             return
         self.cause.first_failure = end
         self.events.write_first_failure(end, own_worker=self.own_worker)
@@ -267,11 +266,12 @@ class _Launch:
         link.kill()
         how = describe_lost_agent(link)
         if not self.startup.has_started:
+            if self.cause.is_known:
+                return  # cancelled or refused: nothing is started any more
             if self.startup.try_again(link):
                 self._say(f"{how}; trying again")
                 self._start_agents()
                 return
-            self.events.write("host_lost", host=link.host.name, how=how)
             self.startup.note_unusable(link, how, None)
             self._start_agents()
             self._go_on_starting()
@@ -304,9 +304,7 @@ class _Launch:
             elif not self.cause.is_known:
                 self._cancel(number, at, "Ctrl-C" if number == signal.SIGINT else name)
             elif means_kill(number, at - self.cancelled_at):
-                self._say(
-                    f"{name} again: killing what is left" if self.cause.cancelled_by else f"{name}: killing"
-                )
+                self._say(f"{name}{' again' if self.cause.cancelled_by else ''}: killing what is left")
                 self.cause.cancelled_by = self.cause.cancelled_by or number
                 self._stop(0.0, "kill")
 
@@ -344,14 +342,18 @@ class _Launch:
             self.kill_agents_at = float("inf")
             for link in self.links:
                 if not link.done:
-                    what = "killing it and its ranks" if link.is_local else "it stops its ranks by itself"
+                    what = (
+                        "killing it and its ranks" if link.is_local else "it ends by itself what it started"
+                    )
                     self._say(f"the agent on {link.host.name} does not answer; {what}")
                     link.kill()
 
     def _beat(self, now: float) -> None:
         """Show the agents elsewhere that we live, and give up those that show no life any more."""
         self.next_beat = now + self.beat_s
-        for link in self.links.beat(silent_since=now - self.plan.host_timeout_s):
+        # Before ranks run an agent may be busy for longer: with names, a slow file system, a firewall.
+        since = now - self.plan.host_timeout_s if self.startup.has_started else float("-inf")
+        for link in self.links.beat(silent_since=since):
             link.done = True  # said here in its place
             link.kill()
             self._lose(link, f"no sign of life from {link.host.name} for {self.plan.host_timeout_s:g} s")
@@ -361,7 +363,7 @@ class _Launch:
     def finish(self) -> Outcome:
         """The outcome, recorded and told. Raises what an agent refused."""
         cause = self.cause
-        if cause.refusal is not None:
+        if cause.refusal is not None and cause.cancelled_by is None:
             self.events.write("launch_end", exit_code=cause.refusal.exit_code, refused=cause.refusal.message)
             raise cause.refusal
         outcome = Outcome(

@@ -89,12 +89,13 @@ class _Story:
     trouble: list[str] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)  # what each rank itself said
     failed_rank: int | None = None
+    before: tuple[int | None, tuple[str, ...]] = (None, ())  # failed rank and trouble of the start before
 
     def add(self, event: dict[str, Any]) -> None:
         kind = event.get("kind")
         if kind == "launch_start":
-            restarts = self.restarts
-            self.__init__(started=event["time"], restarts=restarts)  # type: ignore[misc]
+            restarts, before = self.restarts, (self.failed_rank, tuple(self.trouble))
+            self.__init__(started=event["time"], restarts=restarts, before=before)  # type: ignore[misc]
         elif kind == "restart":
             self.restarts = event["number"]
         elif kind == "host_up":
@@ -124,7 +125,10 @@ class _Story:
             self.trouble.append(f"host {event['host']} was lost: {event['how']}")
         elif kind == "launch_end":
             self.ended, self.exit_code = event["time"], event["exit_code"]
-            if event.get("refused"):
+            if event.get("refused") and self.restarts:  # what failed is what made a restart necessary
+                self.failed_rank = self.before[0]
+                self.trouble = [*self.before[1], f"restart {self.restarts}: {event['refused']}"]
+            elif event.get("refused"):
                 self.trouble.append(event["refused"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host, Topology
 from dslaunch.launch.restarts import Restarts
 from dslaunch.launch.verdict import Outcome, RankEnd
+from dslaunch.observe.run_status import load_status
 from tests.launch.conftest import Launch
 from tests.launch.launching import python, wait_until
 
@@ -118,6 +120,26 @@ def test_a_command_that_fails_once_is_run_again(launch: Launch, tmp_path: Path) 
     assert "dslaunch: starting again in 2 s (restart 1)" in err
     assert [event["number"] for event in launched.events("restart")] == [1]
     assert len(launched.events("launch_start")) == 2
+
+
+REFUSED_LATER = (
+    'touch(f\'start-{os.environ.get("DSLAUNCH_RESTART_COUNT", "0")}-{rank}\')\n'
+    "os.rename('here', 'gone') if rank == 0 and os.path.exists('here') else None\n"
+    "sys.exit(9 * rank)"
+)
+
+
+def test_a_restart_that_is_refused_does_not_hide_what_failed(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "here").symlink_to(sys.executable)
+    command = ["./here", *python(REFUSED_LATER)[1:]]
+    launched = launch(command, "--max-restarts", "1")
+    exit_code, _, err = launched.wait()
+    assert exit_code == 9, err
+    assert "dslaunch: restart 1: no program ./here; nothing was started" in err
+    status = load_status(tmp_path / "run")
+    assert (status.state, status.exit_code, status.failed_rank) == ("failed", 9, 1)
+    assert status.trouble[0] == "rank 1 on localhost failed first: it exited with code 9"
+    assert len(launched.events("launch_start")) == 1
 
 
 def test_a_cancel_while_it_waits_is_the_end(launch: Launch, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -52,6 +54,28 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
         return exit_code, err.getvalue().decode()
 
     return run
+
+
+def test_a_cancel_starts_no_agent_again(start: Supervise) -> None:
+    turned_away = "echo Connection refused >&2; sleep 2; exit 255"
+    old = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    begin = time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0.7)
+    try:
+        code, said = start(2, {"node2.invalid": turned_away})
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    assert code == 130
+    assert "no rank was started" in said
+    assert "trying again" not in said
+    assert time.monotonic() - begin < 20  # and not until an agent that nobody told to stop is given up
+
+
+def test_a_host_that_says_nothing_is_named(start: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_ANSWER_S", 3.0)
+    code, said = start(2, {"node2.invalid": "exec sleep 30"})
+    assert code == 3
+    assert "host node2.invalid: no answer within 3 s; nothing was started" in said
 
 
 def test_more_dead_hosts_than_may_connect_at_once(start: Supervise) -> None:
