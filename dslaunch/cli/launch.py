@@ -336,7 +336,7 @@ def _outcome_json(outcome: Outcome, launch: LaunchPlan) -> dict[str, Any]:
 def _show(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> None:
     """What would be started: the very orders, with secrets and the port left open."""
     from dslaunch.cli.launch_request import rank_plan
-    from dslaunch.core.command import looks_secret, shell_text
+    from dslaunch.core.command import holds_secret, shell_text
     from dslaunch.core.plan import to_json
     from dslaunch.launch.container import enter_words
     from dslaunch.launch.orders import build_orders, check_launch, is_elsewhere
@@ -345,7 +345,7 @@ def _show(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> None:
     launch = rank_plan(plan, request)
     environ = utf8_environ()
     check_launch(launch, environ)
-    secret = [name for name in (*launch.secret_env, *environ) if looks_secret(name)]
+    secret = [name for name, value in environ.items() if holds_secret(name, value)]
     environ.update(dict.fromkeys((*launch.secret_env, *secret), "(taken from the environment at start)"))
     hosts = [
         build_orders(launch, node_rank, environ=environ, elsewhere=is_elsewhere(launch, host))

@@ -245,7 +245,7 @@ def _command_run_dir(request: LaunchRequest, name: str) -> Path:
 
 
 def _with_flags(launch: LaunchPlan, request: LaunchRequest) -> LaunchPlan:
-    from dslaunch.core.command import looks_secret
+    from dslaunch.core.command import holds_secret
     from dslaunch.core.errors import ConfigError
     from dslaunch.launch.text import utf8
 
@@ -259,7 +259,7 @@ def _with_flags(launch: LaunchPlan, request: LaunchRequest) -> LaunchPlan:
             )
         env.pop(name, None)
         secrets = [other for other in secrets if other != name]
-        if equals and not looks_secret(name):
+        if equals and not holds_secret(name, value):
             env[name] = value
             continue
         secrets.append(name)

@@ -6,7 +6,7 @@ import re
 
 from dslaunch.config.report import Report
 from dslaunch.config.spec import LaunchSpec
-from dslaunch.core.command import RESERVED_VARIABLES, looks_secret
+from dslaunch.core.command import RESERVED_VARIABLES, holds_password, holds_secret
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -14,16 +14,17 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def check_env(spec: LaunchSpec, report: Report) -> None:
     """Names and values of the ranks' environment; problems go to ``report``.
 
-    A variable whose name says that it is a secret is refused in ``env``: its
-    value would be written to plan.json.
+    A secret is refused in ``env``: its value would be written to plan.json.
     """
     for name, value in spec.env.items():
         key = f"launch.env.{name}"
         _check_name(name, key, report)
-        if looks_secret(name):
+        if holds_secret(name, value):
+            by_name = "the name says that it is a secret"
+            why = "the URL holds a password" if holds_password(name, value) else by_name
             report.fail(
                 key,
-                f"{key}: the name says that it is a secret, and a run file is no place for one",
+                f"{key}: {why}, and a run file is no place for one",
                 f"export it in your shell and write launch.secret_env: [{name}]",
             )
         if "\0" in value:

@@ -16,6 +16,9 @@ _SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|SECRET_?KEY)(_|$)",
     re.IGNORECASE,
 )
+# user:password@ of a URL; proxies may also be given without a scheme.
+_URL_PASSWORD = re.compile(r"://[^\s/:@]*:[^\s/]+@")
+_PROXY_PASSWORD = re.compile(r"^[^\s/:@]*:[^\s/]+@")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +66,19 @@ RESERVED_VARIABLES = (
 )  # fmt: skip
 
 
-def looks_secret(name: str) -> bool:
-    """Whether a variable of this name (HF_TOKEN, WANDB_API_KEY) holds what no file may hold."""
-    return _SECRET_NAME.search(name) is not None
+def holds_secret(name: str, value: str) -> bool:
+    """Whether a variable holds what no file and no screen may show.
+
+    Its name says so (HF_TOKEN, WANDB_API_KEY), or a URL in its value has a password in it.
+    """
+    return _SECRET_NAME.search(name) is not None or holds_password(name, value)
+
+
+def holds_password(name: str, value: str) -> bool:
+    """Whether ``value`` has a URL with a password (HTTPS_PROXY=http://user:password@proxy)."""
+    is_proxy = name.lower().endswith("_proxy")
+    found = _URL_PASSWORD.search(value) or (is_proxy and _PROXY_PASSWORD.search(value))
+    return bool(found)
 
 
 def check_argv(argv: Sequence[str], where: str) -> None:

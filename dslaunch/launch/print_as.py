@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from dslaunch.core.command import Command, looks_secret
+from dslaunch.core.command import Command, holds_secret
 from dslaunch.core.deepspeed_hostfile import render_deepspeed_hostfile
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import RunDir
@@ -169,12 +169,12 @@ def _notes(plan: LaunchPlan, environ: Mapping[str, str], launcher: str) -> list[
 
 def _secrets(plan: LaunchPlan, environ: Mapping[str, str]) -> list[str]:
     """Secrets that ranks would be given, by name."""
-    elsewhere = [name for name in forwarded(environ) if looks_secret(name)]
+    elsewhere = [name for name, value in forwarded(environ).items() if holds_secret(name, value)]
     return list(dict.fromkeys([*plan.secret_env, *elsewhere]))
 
 
 def _open(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if not looks_secret(name)}
+    return {name: value for name, value in env.items() if not holds_secret(name, value)}
 
 
 def _devices(plan: LaunchPlan, host: Host) -> dict[str, str]:

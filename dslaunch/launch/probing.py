@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
-from dslaunch.core.command import Command, looks_secret
+from dslaunch.core.command import Command, holds_secret
 from dslaunch.core.plan import Via
 from dslaunch.core.topology import Host, is_this_machine
 from dslaunch.launch import agent, probe, slurm, ssh
@@ -325,7 +325,7 @@ def _orders(
     return {
         "python": request.python,
         "packages": list(request.packages),
-        "env": {name: value for name, value in env.items() if not looks_secret(name)},
+        "env": {name: value for name, value in env.items() if not holds_secret(name, value)},
         "cwd": request.cwd,
         "witness": request.witness if not is_local else None,
         "cache": request.cache,

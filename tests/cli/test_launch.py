@@ -58,6 +58,32 @@ def test_a_secret_reaches_the_rank_and_no_file(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_the_password_of_a_proxy_is_a_secret(tmp_path: Path) -> None:
+    url, hostfile = "http://bob:s3cret@proxy:3128", tmp_path / "hosts"
+    hostfile.write_text("198.51.100.1 slots=1\n198.51.100.2 slots=1\n")
+    given = ("--env", f"MLFLOW_TRACKING_URI={url}", "--gpu", "cpu")
+    there = ("--hostfile", str(hostfile), *given)
+    shown = [
+        dslaunch(*there, *more, command=("--", "true"), cwd=tmp_path, HTTPS_PROXY=url)
+        for more in (
+            ["--dry-run"],
+            ["--dry-run", "--json"],
+            ["--print-as", "deepspeed", "--run-dir", "d"],
+            ["--print-as", "torchrun", "--run-dir", "t", "--json"],
+        )
+    ]
+    code = "import os; assert os.environ['MLFLOW_TRACKING_URI'].endswith('3cret@proxy:3128')"
+    shown.append(dslaunch(*given, "--run-dir", "r", command=("--", sys.executable, "-c", code), cwd=tmp_path))
+    for done in shown:
+        assert done.returncode == 0, done.stderr
+        assert "s3cret" not in done.stdout + done.stderr
+    assert "HTTPS_PROXY='(taken from the environment at start)'" in shown[0].stdout
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cret" in path.read_bytes()]
+    secrets = json.loads((tmp_path / "r" / "plan.json").read_text())["launch"]["secret_env"]
+    assert secrets == ["MLFLOW_TRACKING_URI"]
+
+
 def test_json_is_one_object_on_stdout(tmp_path: Path) -> None:
     command = ("--", "bash", "-c", "echo said; exit $((RANK * 3))")
     done = dslaunch("--num-gpus-per-node", "2", "--json", "--run-dir", "r", command=command, cwd=tmp_path)

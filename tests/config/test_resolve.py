@@ -331,6 +331,16 @@ def test_a_secret_is_not_in_the_message() -> None:
     assert "hunter2" not in caught.value.format()
 
 
+def test_a_url_with_a_password_is_a_secret() -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        plan_of(SMALL + "launch: {env: {HTTPS_PROXY: 'http://bob:hunter2@proxy:3128'}}\n")
+    text = caught.value.format()
+    assert "launch.env.HTTPS_PROXY: the URL holds a password, and a run file is no place for one" in text
+    assert "write launch.secret_env: [HTTPS_PROXY]" in text
+    assert "hunter2" not in text
+    assert plan_of(SMALL + "launch: {env: {HTTPS_PROXY: 'http://proxy:3128'}}\n").launch.env
+
+
 @pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "KEYBOARD", "MY_TOKENS", "PASSWORDLESS"])
 def test_names_that_only_look_like_secrets(name: str) -> None:
     assert plan_of(SMALL + f"launch: {{env: {{{name}: x}}}}\n").launch.env == {name: "x"}

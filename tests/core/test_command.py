@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from dslaunch.core.command import Command, check_argv, check_env, looks_secret, quote, shell_text
+from dslaunch.core.command import Command, check_argv, check_env, holds_secret, quote, shell_text
 from dslaunch.core.errors import ConfigError
 
 WORDS = [
@@ -58,9 +58,38 @@ def test_any_other_text_can_be() -> None:
     "name", ["HF_TOKEN", "WANDB_API_KEY", "token", "MY_SECRET_2", "AWS_SECRET_ACCESS_KEY"]
 )
 def test_names_of_secrets(name: str) -> None:
-    assert looks_secret(name)
+    assert holds_secret(name, "")
 
 
 @pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "PATH", "NCCL_DEBUG", "MONKEY", "KEYS"])
 def test_names_of_no_secrets(name: str) -> None:
-    assert not looks_secret(name)
+    assert not holds_secret(name, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HTTPS_PROXY", "http://bob:s3cret@proxy:3128"),
+        ("https_proxy", "bob:s3cret@proxy:3128"),
+        ("MLFLOW_TRACKING_URI", "https://bob:s3@cret@mlflow/x"),
+        ("X", "one https://a/b, then redis://:s3cret@host/0"),
+        ("HTTP_PROXY", "http://bob:s?c#ret@proxy"),
+    ],
+)
+def test_passwords_in_urls(name: str, value: str) -> None:
+    assert holds_secret(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HTTPS_PROXY", "http://proxy:3128"),
+        ("HTTPS_PROXY", "http://bob@proxy:3128/"),
+        ("X", "ssh://git@host:22/a:b@c"),
+        ("X", "http://host:80/path@2"),
+        ("IMAGE", "name:tag@sha256"),
+        ("NO_PROXY", "localhost,10.0.0.0/8"),
+    ],
+)
+def test_urls_without_a_password(name: str, value: str) -> None:
+    assert not holds_secret(name, value)
