@@ -19,17 +19,17 @@ def check_written_paths(report: Report, facts: Facts) -> None:
     for key, text in written_paths(report.loaded.spec):
         fact = facts.paths[key]
         if is_hub_key(key) and fact.kind == "missing":
-            check_hub_id(key, text, fact, report)
+            check_hub_id(key, text, fact, report, aloud=False)
         elif is_hub_key(key):
             check_data_file(key, text, fact, report)
         elif key == "model.chat_template" and fact.kind != "file":
             fail_missing(key, f"file {text}", fact, report)
 
 
-def check_hub_id(key: str, text: str, fact: PathFact, report: Report) -> None:
+def check_hub_id(key: str, text: str, fact: PathFact, report: Report, *, aloud: bool = True) -> None:
     """Record a problem where ``text``, which is not there, can only be a path or is a typing mistake.
 
-    A name that is only like one that is there gives a note: it may be a hub id.
+    What is taken for a hub id gives a note, ``aloud=False``: only where that is doubtful.
     """
     if fact.fault is not None and fact.nearest is None:
         check_data_file(key, text, fact, report)
@@ -44,7 +44,7 @@ def check_hub_id(key: str, text: str, fact: PathFact, report: Report) -> None:
         report.fail(key, message, hint)
     elif doubt == "like":
         report.note(f"{where}{key}: {text} is taken for a hub id; there is also {fact.nearest}")
-    else:  # a mistyped directory looks the same
+    elif aloud or ("/" not in text and key.startswith("data.")):  # a mistyped directory looks the same
         report.note(f"{where}{key}: there is no {text} here; it is taken for a hub id")
 
 
