@@ -10,12 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dslaunch.observe.run_status import load_status
-from tests.launch.test_ssh_training import RUN, losses
-from tests.support.plans import write_questions
-from tests.support.tiny import make_tiny_model_dir
+from tests.launch.training import losses, make_run
 from tests.testbed.hosts import Testbed
 
 pytestmark = pytest.mark.needs("root", "sshd", "namespaces", "pdsh")
@@ -93,16 +90,14 @@ def test_they_arrive_under_torchrun_on_unequal_hosts(bed: Testbed, here: Path) -
 
 
 def test_our_worker_trains_the_same_under_all_three(bed: Testbed, here: Path, ops_dir: Path) -> None:
-    make_tiny_model_dir(here / "model")
-    write_questions(here / "train.jsonl", 16)
-    (here / "run.yaml").write_text(yaml.safe_dump({**RUN, "max_steps": 2}))
+    make_run(here)
     printed(bed, "run.yaml", "--run-dir", "ours")
     line = printed(bed, "run.yaml", "--run-dir", "deepspeed", "--print-as", "deepspeed")
     assert " --module dslaunch.train.worker --plan " in line
     on_hub(bed, "bash", "-c", line)
     lines = printed(bed, "run.yaml", "--run-dir", "torchrun", "--print-as", "torchrun").splitlines()
     type_on_each(bed, lines)
-    assert len(losses("ours")) == 2
+    assert len(losses("ours")) == 3
     assert losses("ours") == losses("deepspeed") == losses("torchrun")
     assert [load_status(Path(name)).state for name in ("ours", "deepspeed", "torchrun")] == ["done"] * 3
     assert [bed.programs(name) for name in bed.names] == [[], []]
