@@ -161,6 +161,8 @@ def _check_python(say: _Sayer, facts: HostFacts, wanted: Wanted) -> None:
 
 
 def _check_devices(say: _Sayer, one: Probed, inventory: Inventory, wanted: Wanted) -> None:
+    from dslaunch.launch.local import missing_slots
+
     assert one.facts is not None
     if wanted.device_type != "cuda":
         return
@@ -168,10 +170,7 @@ def _check_devices(say: _Sayer, one: Probed, inventory: Inventory, wanted: Wante
     if not by_id and one.facts.device_files:  # WSL, and containers that hide the list
         say.say("info", "devices", "there are device files of GPUs, but no list of them to read")
         return
-    # As in the agent: slots are ids, or else positions among the visible ones. Of UUIDs there is no list.
-    slots = one.host.slots
-    missing = [s for s in slots if not by_id or (s.isdecimal() and s not in by_id and int(s) >= len(by_id))]
-    if missing:
+    if missing := missing_slots(one.host, list(by_id)):
         shown = f"{len(by_id)} ({', '.join(by_id)})" if by_id else "none"
         say.fail(
             "devices",

@@ -373,7 +373,7 @@ def _show_host(orders: dict[str, Any], launch: LaunchPlan) -> None:
         click.echo(f"  {name}={_quoted(value)}")
     click.echo(f"  MASTER_ADDR={addr}\n  MASTER_PORT={port}")
     if orders["visible_devices"]:
-        devices = ",".join(orders["visible_devices"])
+        devices = ",".join(orders["visible_devices"]["slots"])
         click.echo(f"  CUDA_VISIBLE_DEVICES={devices}  (within those visible there; AMD: HIP_ or ROCR_...)")
     if "OMP_NUM_THREADS" not in {*orders["env"], *os.environ}:
         click.echo(f"  OMP_NUM_THREADS=(cores there / {len(orders['ranks'])} ranks)")

@@ -157,6 +157,6 @@ def _behind_slots(host: Host, found: Inventory) -> tuple[Device, ...]:
             f"host {host.name} has {len(by_id)} devices there, but {len(host.slots)} slots",
             hint=f"use slots={len(by_id)}, or leave the host out",
         )
-    if all(slot in by_id for slot in host.slots):
+    if all(slot in by_id for slot in host.all_slots):
         return tuple(by_id[slot] for slot in host.slots)
     return tuple(by_id.values())  # slots by UUID: which is which is not known

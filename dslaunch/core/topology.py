@@ -18,12 +18,20 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One machine of a run. ``slots`` are device ids (index or UUID); one rank each."""
+    """One machine of a run. ``slots`` are device ids (index or UUID); one rank each.
+
+    ``all_slots``: those that it was listed with, of which a filter may have left some. They
+    tell the agent whether its slots are ids of devices or places among those it is given.
+    """
 
     name: str
     slots: tuple[str, ...]
     user: str | None = None
     port: int | None = None
+    all_slots: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "all_slots", self.all_slots or self.slots)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ That it must travel alone is why it is longer than our other files.
 
 Its stdin is JSON lines. The first is the orders::
 
-    {"protocol": 1, "argv": [...], "cwd": "...", "env": {...}, "host": "...",
-     "visible_devices": ["0", "1"] | null, "witness": {"path": "...", "text": "..."} | null,
-     "auto_threads": true, "ops_cpu": "1a2b3c4d" | null, "failure_grace_s": 5.0, "checkpoint_grace_s": 120.0,
+    {"protocol": PROTOCOL, "argv": [...], "cwd": "...", "env": {...}, "host": "...",
+     "visible_devices": {"slots": ["0"], "of": ["0", "1"]} | null,
+     "witness": {"path": "...", "text": "..."} | null, "auto_threads": true,
+     "ops_cpu": "1a2b3c4d" | null, "failure_grace_s": 5.0, "checkpoint_grace_s": 120.0,
      "host_timeout_s": 30.0 | null, "meet": {"peers": ["b"], "addr": "..." | null,
               "port": 29500 | null, "leased": false} | null,
      "ranks": [{"rank": 0, "env": {...}, "log": "...", "show": "all" | "errors"}]}
@@ -53,10 +54,10 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-PROTOCOL = 2
+PROTOCOL = 3
 CHUNK = 65536
 WINDOW = 1 << 20  # bytes of shown output that may be on their way; then the rank's pipe is left to fill
 TAIL = 16384  # bytes of stderr kept for the report of a failure
@@ -270,7 +271,8 @@ class Agent:
             env[b"TORCH_EXTENSIONS_DIR"] += b"-" + cpu_key().encode()
         if orders["visible_devices"] is not None:
             name = device_variable(env)
-            env[name] = to_bytes(visible_devices(orders["visible_devices"], env.get(name)))
+            wanted = orders["visible_devices"]
+            env[name] = to_bytes(visible_devices(wanted["slots"], wanted["of"], env.get(name)))
         check_witness(orders["witness"])
         cwd = to_bytes(orders["cwd"])
         if not os.path.isdir(cwd):
@@ -895,24 +897,34 @@ def device_variable(env: dict[bytes, bytes], root: str = "/") -> bytes:
     return next((name for name in AMD_VARIABLES if name in env), AMD_VARIABLES[0])
 
 
-def visible_devices(slots: list[str], inherited: bytes | None) -> str:
-    """The device list of this host's ranks, always within what the scheduler gave us.
+def devices_of(slots: Sequence[str], all_slots: Sequence[str], given: Sequence[str]) -> dict[str, str | None]:
+    """The device of each slot among the ``given``, None where there is none; never one for two slots.
 
-    Slots that all are in the inherited list are its ids; otherwise they count positions in it.
+    Slots are ids where the host's whole list of them is among the given, however few of them are
+    used; otherwise they count places.
     """
+    if all(slot in given for slot in all_slots):
+        return {slot: slot for slot in slots}
+    return {s: given[int(s)] if s.isdecimal() and int(s) < len(given) else None for s in slots}
+
+
+def visible_devices(slots: Sequence[str], all_slots: Sequence[str], inherited: bytes | None) -> str:
+    """The device list of this host's ranks, always within what the scheduler gave us."""
     if inherited is None:
         return ",".join(slots)
     given = [item.strip() for item in to_text(inherited).split(",") if item.strip()]
     given = given[: given.index("-1")] if "-1" in given else given  # CUDA's own rule
-    if all(slot in given for slot in slots):
-        return ",".join(slots)
-    for slot in slots:
-        if not slot.isdigit() or int(slot) >= len(given):
+    devices = []
+    for slot, device in devices_of(slots, all_slots, given).items():
+        if device is None:
+            listed = ",".join(all_slots)
             raise Refusal(
-                f"device {slot} is not among the {len(given)} visible here ({','.join(given)})",
-                "use fewer slots, or ask the scheduler for more devices",
+                f"slot {slot} of {listed} is not among the {len(given)} devices visible here"
+                f" ({','.join(given)})",
+                "list as many slots as there are, or their very ids; or ask the scheduler for more devices",
             )
-    return ",".join(given[int(slot)] for slot in slots)
+        devices.append(device)
+    return ",".join(devices)
 
 
 def find_program(name: bytes, path: bytes, cwd: bytes) -> bytes:

@@ -60,6 +60,12 @@ def check_program(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         ) from None
 
 
+def missing_slots(host: Host, ids: Sequence[str]) -> list[str]:
+    """The slots without a device among ``ids``. Of UUIDs there is no list: let pass if it has any."""
+    devices = agent.devices_of(host.slots, host.all_slots, ids)
+    return [slot for slot, device in devices.items() if device is None and (slot.isdecimal() or not ids)]
+
+
 def check_devices(
     plan: LaunchPlan, environ: Mapping[str, str], *, source: str | None = None, root: Path = Path("/")
 ) -> None:
@@ -74,10 +80,7 @@ def check_devices(
         return
     seen = {name: value for name, value in {**environ, **plan.env}.items() if name != "DS_ACCELERATOR"}
     ids = [accelerator.id for accelerator in probe_inventory(seen, root=root).accelerators]
-    slots = [slot for host in plan.topology.hosts for slot in host.slots]
-    # As in the agent: slots are ids, or else positions among the visible ones. Of UUIDs /proc has no list.
-    missing = [s for s in slots if not ids or (s.isdecimal() and s not in ids and int(s) >= len(ids))]
-    if missing:
+    if missing := [slot for host in plan.topology.hosts for slot in missing_slots(host, ids)]:
         shown = f"{len(ids)} ({', '.join(ids)})" if ids else "none"
         raise EnvironmentNotReady(
             f"the plan is for GPU {missing[0]}, but this machine shows {shown}; nothing was started",

@@ -91,7 +91,7 @@ def build_orders(
         "argv": list(plan.argv),
         "cwd": plan.cwd,
         "env": {**env, **{name: environ[name] for name in plan.secret_env}},
-        "visible_devices": list(host.slots) if plan.device_type == "cuda" else None,
+        "visible_devices": _devices(host) if plan.device_type == "cuda" else None,
         "auto_threads": True,
         "ops_cpu": cpu_key() if _ops_are_ours(plan, environ) else None,
         "witness": witness,
@@ -159,6 +159,10 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     """
     chosen = (n for n in environ if n in _FORWARDED or n.startswith(_FORWARDED_PREFIXES))
     return {name: environ[name] for name in chosen if name not in _NEVER_FORWARDED}
+
+
+def _devices(host: Host) -> dict[str, list[str]]:
+    return {"slots": list(host.slots), "of": list(host.all_slots)}
 
 
 def _meet(plan: LaunchPlan, leased_port: int | None) -> dict[str, Any]:

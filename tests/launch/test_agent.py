@@ -143,12 +143,13 @@ def test_another_protocol_is_refused() -> None:
 
 
 def test_a_wrong_device_starts_nothing(tmp_path: Path) -> None:
-    line = orders(tmp_path, ["touch", "started"], visible_devices=["2"], env={"CUDA_VISIBLE_DEVICES": "5"})
+    wanted = {"slots": ["2"], "of": ["2"]}
+    line = orders(tmp_path, ["touch", "started"], visible_devices=wanted, env={"CUDA_VISIBLE_DEVICES": "5"})
     process = start()
     out, _ = process.communicate(line, timeout=30)
     assert process.returncode == 3
     refused = [event for event in events(out) if event["event"] == "refused"]
-    assert refused[0]["message"] == "device 2 is not among the 1 visible here (5)"
+    assert refused[0]["message"] == "slot 2 of 2 is not among the 1 devices visible here (5)"
     assert not (tmp_path / "started").exists()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import pytest
 
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
-from dslaunch.core.plan import LaunchPlan
+from dslaunch.core.hostfile import parse_hostfile, select_hosts
+from dslaunch.core.plan import LaunchPlan, from_json, to_json
 from dslaunch.core.topology import Host, Topology, local_topology
+from dslaunch.launch import agent
 from dslaunch.launch.agent import Refusal, visible_devices
 from dslaunch.launch.jit_cache import torch_extensions_dir
 from dslaunch.launch.orders import build_orders, check_launch, encode_orders
@@ -144,26 +148,66 @@ def test_our_variables_cannot_be_given(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "inherited", "expected"),
+    ("slots", "all_slots", "inherited", "expected"),
     [
-        (["0", "1"], None, "0,1"),
-        (["0", "1"], b"4,5,6", "4,5"),  # positions in what the scheduler gave
-        (["4", "6"], b"4,5,6", "4,6"),  # its own ids
-        (["1"], b"GPU-a,GPU-b", "GPU-b"),
-        (["GPU-b"], b"GPU-a, GPU-b", "GPU-b"),
-        (["MIG-x"], None, "MIG-x"),
+        ("0,1", "0,1", None, "0,1"),
+        ("0,1", "0,1", b"4,5,6", "4,5"),  # places in what the scheduler gave
+        ("4,6", "4,6", b"4,5,6", "4,6"),  # its own ids
+        ("1", "0,1", b"GPU-a,GPU-b", "GPU-b"),
+        ("GPU-b", "GPU-a,GPU-b", b"GPU-a, GPU-b", "GPU-b"),
+        ("MIG-x", "MIG-x", None, "MIG-x"),
+        # A slot of two is the same device whether or not the other is used.
+        ("0", "0,1", b"1,2", "1"),
+        ("1", "0,1", b"1,2", "2"),
+        ("0,1", "0,1", b"1,2", "1,2"),
+        ("1", "1,2", b"1,2", "1"),
+        ("2", "1,2", b"1,2", "2"),
+        ("1", "1", b"2,1", "1"),
+        ("1", "0,1", b"1,0", "1"),
+        ("1,0", "1,0", b"2,3", "3,2"),
     ],
 )
-def test_visible_devices(slots: list[str], inherited: bytes | None, expected: str) -> None:
-    assert visible_devices(slots, inherited) == expected
+def test_visible_devices(slots: str, all_slots: str, inherited: bytes | None, expected: str) -> None:
+    assert visible_devices(slots.split(","), all_slots.split(","), inherited) == expected
+
+
+def test_two_slots_are_never_one_device() -> None:
+    numbers = [str(i) for i in range(4)]
+    for given in itertools.permutations(numbers, 2):
+        for count in range(1, 5):
+            for listed in itertools.combinations(numbers, count):
+                found = [agent.devices_of([slot], listed, given)[slot] for slot in listed]
+                known = [device for device in found if device is not None]
+                assert len(known) == len(set(known)), (listed, given, found)
+                assert dict(zip(listed, found, strict=True)) == agent.devices_of(listed, listed, given)
+
+
+def test_a_filter_does_not_change_what_the_slots_are() -> None:
+    hosts = parse_hostfile("n slots=2\nm slots=1,2\n", "hosts")
+    for include, expected in (
+        ("n:1", {"slots": ["1"], "of": ["0", "1"]}),
+        ("m:2", {"slots": ["2"], "of": ["1", "2"]}),
+    ):
+        topology = Topology(hosts=select_hosts(hosts, include=include))
+        read_back = from_json(LaunchPlan, to_json(plan(device_type="cuda", topology=topology)))
+        assert build_orders(read_back, 0, environ={})["visible_devices"] == expected
 
 
 @pytest.mark.parametrize(
-    ("slots", "inherited"), [(["2"], b"4,5"), (["0"], b""), (["0"], b"-1"), (["GPU-x"], b"0")]
+    ("slots", "all_slots", "inherited", "words"),
+    [
+        ("2", "2", b"4,5", "slot 2 of 2 is not among the 2 devices visible here (4,5)"),
+        ("4", "0,1,2,3,4", b"4,5", "slot 4 of 0,1,2,3,4 is not"),  # a place: slot 0 is device 4
+        ("0", "0", b"", "the 0 devices"),
+        ("0", "0", b"-1", "the 0 devices"),
+        ("GPU-x", "GPU-x", b"0", "slot GPU-x"),
+    ],
 )
-def test_devices_that_are_not_ours_are_refused(slots: list[str], inherited: bytes) -> None:
-    with pytest.raises(Refusal):
-        visible_devices(slots, inherited)
+def test_devices_that_are_not_ours_are_refused(
+    slots: str, all_slots: str, inherited: bytes, words: str
+) -> None:
+    with pytest.raises(Refusal, match=re.escape(words)):
+        visible_devices(slots.split(","), all_slots.split(","), inherited)
 
 
 def test_ops_are_kept_apart_per_interpreter() -> None:

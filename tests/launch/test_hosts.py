@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,14 @@ def test_the_hint_names_what_asked_for_gpus(tmp_path: Path, source: str | None, 
     with pytest.raises(EnvironmentNotReady) as caught:
         check_devices(on_slots("0"), {}, source=source, root=tmp_path)
     assert (caught.value.hint or "").endswith(advice)
+
+
+def test_a_place_that_a_filter_left_is_no_id(tmp_path: Path) -> None:
+    gpus(tmp_path, 2)
+    topology = Topology(hosts=(Host(name="localhost", slots=("1",), all_slots=("0", "1")),))
+    plan = replace(on_slots("1"), topology=topology)
+    with pytest.raises(EnvironmentNotReady, match="for GPU 1, but this machine shows 1 "):
+        check_devices(plan, {"CUDA_VISIBLE_DEVICES": "1"}, root=tmp_path)
 
 
 def test_a_machine_that_cannot_list_its_gpus_is_let_try(tmp_path: Path) -> None:
