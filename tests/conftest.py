@@ -13,6 +13,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -109,6 +110,8 @@ def _set_environment() -> None:
 
 
 _set_environment()
+# Under nohup it is ignored, and so it would be in every launch that a test starts and then hangs up on.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
