@@ -208,6 +208,7 @@ class _Program:
 
         Raises _Failed where it does not come in time.
         """
+        until = time.monotonic() + self.timeout_s
         line = question if isinstance(question, bytes) else encode_orders(question)
         watchdog = threading.Timer(self.timeout_s, self.process.kill)
         watchdog.daemon = True
@@ -223,7 +224,7 @@ class _Program:
                         return found
         finally:
             watchdog.cancel()
-        raise _Failed(self._ending())
+        raise _Failed(self._ending(until))
 
     def said(self) -> bytes:
         self._stderr.seek(0)
@@ -241,8 +242,12 @@ class _Program:
         self._stdout.close()
         self._stderr.close()
 
-    def _ending(self) -> str:
-        code = self.process.wait()
+    def _ending(self, until: float) -> str:
+        try:  # the end of its stdout need not be its own
+            code = self.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
         words = printable(self.said().decode("utf-8", "surrogateescape").strip()[-500:])
         how = f"no answer within {self.timeout_s:g} s" if code == -9 else f"it ended with code {code}"
         return words or how if code != -9 else how + (f"; it said: {words}" if words else "")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,7 @@ def test_a_file_that_would_leave_its_root_is_not_written(tmp_path: Path) -> None
         ("exit 7", "it ended with code 7"),
         ("echo working on it >&2; exec sleep 60", "no answer within 1 s; it said: working on it"),
         ("exec sleep 60", "no answer within 1 s"),
+        ("exec sleep 60 >&-", "no answer within 1 s"),  # it says no more, and lives on
     ],
 )
 def test_a_host_that_does_not_answer(
@@ -147,6 +149,19 @@ def test_a_host_that_does_not_answer(
     request = ProbeRequest(python=sys.executable, packages=[], environ={}, cwd="/", witness=None,
                            cache="/", ops="/ops", smi=["no"])  # fmt: skip
     # The first host is the one that the second would connect to: it must not wait for it.
+    began = time.monotonic()
     lost, fine = probe_hosts(hosts, request, timeout_s=1 if "sleep" in script else 30)
+    assert time.monotonic() - began < 30
     assert lost.problem == says
     assert fine.facts is not None or "sleep" in script
+
+
+def test_no_password_of_a_proxy_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text('#!/bin/sh\nexec timeout 0.5 cat > "${0%/*}/sent"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    environ = {"HTTPS_PROXY": "http://bob:s3cret@proxy", "http_proxy": "http://open-proxy:1"}
+    ask(tmp_path, host=Host(name="no-such-host.invalid", slots=("0",)), environ=environ)
+    sent = (tmp_path / "sent").read_bytes()
+    assert b"http://open-proxy:1" in sent
+    assert b"s3cret" not in sent
