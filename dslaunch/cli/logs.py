@@ -25,20 +25,21 @@ def command(run_dir: str, ranks: str | None, lines: int, follow: bool) -> None:
     """Show the last lines that ranks of the run in RUN_DIR wrote. Ranks that say the same are shown once."""
     from dslaunch.core.topology import span
     from dslaunch.observe import rank_logs
-    from dslaunch.observe.run_status import load_status
+    from dslaunch.observe.run_status import is_over, load_status
 
     path = Path(run_dir)
     status = load_status(path)
     default = 0 if status.failed_rank is None else status.failed_rank
     wanted = [default] if ranks is None else None if ranks == "all" else parse_ranks(ranks)
     shown = rank_logs.find_ranks(path, wanted)
-    for members, tail in rank_logs.group_tails(path, shown, lines):
+    tails = rank_logs.read_tails(path, shown, lines, finished=follow)
+    for members, tail in rank_logs.group_tails(tails):
         prefix = "" if len(shown) == 1 else f"rank {span(members)}| "
         for line in tail:
             click.echo(prefix + line)
     if follow:
-        over = ("done", "stopped", "cancelled", "failed", "gone")
-        for rank, line in rank_logs.follow(path, shown, lambda: load_status(path).state in over):
+        places = {rank: tail.end for rank, tail in tails.items()}
+        for rank, line in rank_logs.follow(path, places, lambda: is_over(path)):
             click.echo(line if len(shown) == 1 else f"rank {rank}| {line}")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.run_dir import RunDir
@@ -13,6 +14,13 @@ from dslaunch.core.topology import span
 
 _CHUNK = 1 << 16
 _POLL_S = 0.2
+
+
+class Tail(NamedTuple):
+    """The last lines of a log; ``end``: the offset at which what follows them begins."""
+
+    lines: tuple[str, ...]
+    end: int
 
 
 def find_ranks(run_dir: Path, wanted: Sequence[int] | None = None) -> list[int]:
@@ -29,45 +37,72 @@ def find_ranks(run_dir: Path, wanted: Sequence[int] | None = None) -> list[int]:
     return there if wanted is None else sorted(set(wanted))
 
 
-def last_lines(path: Path, count: int) -> list[str]:
-    """The last ``count`` lines; of a long log only its end is read. Progress bars show their last state."""
+def read_tails(run_dir: Path, ranks: Sequence[int], count: int, *, finished: bool) -> dict[int, Tail]:
+    """The last ``count`` lines of each rank's log; see :func:`read_tail`."""
+    return {rank: read_tail(RunDir(run_dir).rank_log(rank), count, finished=finished) for rank in ranks}
+
+
+def read_tail(path: Path, count: int, *, finished: bool) -> Tail:
+    """The last ``count`` lines; of a long log only its end is read. Progress bars show their last state.
+
+    ``finished``: a last line without its end is not among them, and is left for :func:`follow`.
+    """
     with path.open("rb") as stream:
-        size = stream.seek(0, os.SEEK_END)
+        start = end = stream.seek(0, os.SEEK_END)
         data = b""
-        while size > 0 and data.count(b"\n") <= count:
-            step = min(_CHUNK, size)
-            size -= step
-            stream.seek(size)
+        while start > 0 and data.count(b"\n") <= count:
+            step = min(_CHUNK, start)
+            start -= step
+            stream.seek(start)
             data = stream.read(step) + data
-    lines = data.decode("utf-8", "replace").split("\n")
-    if lines and not lines[-1]:
-        lines.pop()
-    return [line.rstrip("\r").rpartition("\r")[2] for line in lines[-count:]] if count else []
+    *lines, rest = data.split(b"\n")
+    if finished:
+        end -= len(rest)
+    elif rest:
+        lines.append(rest)
+    return Tail(tuple(map(_shown, lines[-count:])) if count else (), end)
 
 
-def group_tails(run_dir: Path, ranks: Sequence[int], count: int) -> list[tuple[list[int], list[str]]]:
-    """The last lines of each rank; ranks that say the same are one group."""
+def _read_from(path: Path, place: int) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            stream.seek(place)
+            return stream.read()
+    except FileNotFoundError:  # a start that failed takes its directory along
+        return b""
+
+
+def _shown(line: bytes) -> str:
+    return line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+
+
+def group_tails(tails: Mapping[int, Tail]) -> list[tuple[list[int], tuple[str, ...]]]:
+    """Ranks and their last lines; ranks that say the same are one group."""
     groups: dict[tuple[str, ...], list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(tuple(last_lines(RunDir(run_dir).rank_log(rank), count)), []).append(rank)
-    return [(members, list(lines)) for lines, members in groups.items()]
+    for rank, tail in tails.items():
+        groups.setdefault(tail.lines, []).append(rank)
+    return [(members, lines) for lines, members in groups.items()]
 
 
-def follow(run_dir: Path, ranks: Sequence[int], is_over: Callable[[], bool]) -> Iterator[tuple[int, str]]:
-    """Lines that are added to the ranks' logs from now on, each with its rank, until ``is_over()``."""
-    paths = {rank: RunDir(run_dir).rank_log(rank) for rank in ranks}
-    places = {rank: path.stat().st_size for rank, path in paths.items()}
-    rest = dict.fromkeys(ranks, b"")
+def follow(
+    run_dir: Path, places: Mapping[int, int], is_over: Callable[[], bool]
+) -> Iterator[tuple[int, str]]:
+    """Lines of the ranks' logs from the offsets ``places`` on, each with its rank, until ``is_over()``.
+
+    At the end also a last line that was not finished.
+    """
+    paths = {rank: RunDir(run_dir).rank_log(rank) for rank in places}
+    places = dict(places)
+    rest = dict.fromkeys(places, b"")
     while True:
         over = is_over()  # looked at first: what is written before the end is still read
         for rank, path in paths.items():
-            with path.open("rb") as stream:
-                stream.seek(places[rank])
-                data = stream.read()
+            data = _read_from(path, places[rank])
             places[rank] += len(data)
             *lines, rest[rank] = (rest[rank] + data).split(b"\n")
             for line in lines:
-                yield rank, line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+                yield rank, _shown(line)
         if over:
+            yield from ((rank, _shown(line)) for rank, line in rest.items() if line)
             return
         time.sleep(_POLL_S)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +71,15 @@ class RunStatus:
         return report
 
 
+# What is read of an event of each kind, and of what type; a line without it is left out.
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "launch_start": ("time",), "launch_end": ("time", "exit_code"), "restart": ("number",),
+    "host_up": ("host",), "host_lost": ("host", "how"), "rank_start": ("rank",), "rank_exit": ("rank",),
+    "first_failure": ("rank", "host", "how"), "rank_error": ("rank", "message"),
+    "train_start": ("time",), "resumed": ("time",), "train_end": ("time",), "train_stopped": ("time",),
+    "train": ("time", "step"), "eval": (),
+}  # fmt: skip
+_NUMBERS = ("exit_code", "number", "rank", "step")
 _TRAINERS_ENDS = {"train_end": EXIT_OK, "train_stopped": EXIT_STOPPED_AT_CHECKPOINT}
 
 
@@ -108,7 +118,8 @@ class _Story:
         elif kind in ("train_start", "resumed"):
             if self.started is None or self.ended is not None:
                 self.__init__(started=event["time"], by_another=True)  # type: ignore[misc]
-            self.total_steps = event.get("total_steps")
+            total = event.get("total_steps")
+            self.total_steps = total if isinstance(total, int) else None
         elif kind in _TRAINERS_ENDS and self.by_another:
             self.ended, self.exit_code = event["time"], _TRAINERS_ENDS[kind]
         elif kind == "first_failure":
@@ -129,7 +140,7 @@ class _Story:
                 self.failed_rank = self.before[0]
                 self.trouble = [*self.before[1], f"restart {self.restarts}: {event['refused']}"]
             elif event.get("refused"):
-                self.trouble.append(event["refused"])
+                self.trouble.append(str(event["refused"]))
 
 
 def load_status(path: Path) -> RunStatus:
@@ -138,18 +149,18 @@ def load_status(path: Path) -> RunStatus:
     plan = _load_plan(run_dir)
     story = _Story()
     for event in read_lines(run_dir.events):
-        story.add(event)
+        if _fits(event):
+            story.add(event)
     holder = _holder(path / ".lock")
-    launch = plan.get("launch", {})
-    hosts = tuple(host["name"] for host in launch.get("topology", {}).get("hosts", ()))
+    hosts = _hosts(plan, run_dir.plan)
     progress = _progress(read_lines(run_dir.metrics), story.total_steps)
     return RunStatus(
         run_dir=str(path.absolute()),
         name=str(plan.get("name", path.name)),
         state=_state(story, is_alive=holder is not None),
         exit_code=story.exit_code,
-        world_size=sum(len(host["slots"]) for host in launch.get("topology", {}).get("hosts", ())),
-        hosts=hosts,
+        world_size=sum(hosts.values()),
+        hosts=tuple(hosts),
         hosts_up=len(story.hosts_up),
         ranks_up=len(story.ranks_up),
         started=story.started,
@@ -161,6 +172,16 @@ def load_status(path: Path) -> RunStatus:
         holder=holder,
         failed_rank=story.failed_rank,
     )
+
+
+def is_over(path: Path) -> bool:
+    """Whether no launch of the run in ``path`` goes on: by its lock, or its events where there are none."""
+    try:
+        return not is_held(path / ".lock")
+    except OSError:
+        kinds = ("launch_start", "launch_end")
+        last = [event["kind"] for event in read_lines(RunDir(path).events) if event.get("kind") in kinds][-1:]
+        return last != ["launch_start"]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -180,6 +201,24 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
 
 
+def _fits(event: dict[str, Any]) -> bool:
+    """Whether a line is of a kind that is read here, and has all that is read of it."""
+    kind = event.get("kind")
+    if not isinstance(kind, str) or kind not in _NEEDS:
+        return False
+    values = {name: event.get(name) for name in _NEEDS[kind]}
+    if not all(isinstance(value, int if name in _NUMBERS else str) for name, value in values.items()):
+        return False
+    return "time" not in values or _is_time(values["time"])
+
+
+def _is_time(text: Any) -> bool:
+    try:
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).tzinfo is not None
+    except ValueError:
+        return False
+
+
 def _load_plan(run_dir: RunDir) -> dict[str, Any]:
     if not run_dir.path.is_dir():
         raise ConfigError(f"no such run directory: {run_dir.path}", hint=_nearest(run_dir.path))
@@ -195,6 +234,15 @@ def _load_plan(run_dir: RunDir) -> dict[str, Any]:
     if not isinstance(plan, dict):
         raise ConfigError(f"{run_dir.plan} is no plan")
     return plan
+
+
+def _hosts(plan: dict[str, Any], path: Path) -> dict[str, int]:
+    """The hosts of a plan, and how many ranks each has."""
+    try:
+        hosts = plan.get("launch", {}).get("topology", {}).get("hosts", ())
+        return {str(host["name"]): len(host["slots"]) for host in hosts}
+    except (AttributeError, KeyError, TypeError):
+        raise ConfigError(f"{path}: launch.topology is not that of a plan") from None
 
 
 def _nearest(path: Path) -> str | None:
@@ -237,13 +285,13 @@ def _progress(rows: Iterable[dict[str, Any]], total_steps: int | None) -> Progre
     before = 0  # the step of the line before the last
     eval_loss = None
     skipped: set[int] = set()
-    for row in rows:
-        if row.get("kind") == "train":
+    for row in filter(_fits, rows):
+        if row["kind"] == "train":
             before = 0 if last is None or last["step"] >= row["step"] else last["step"]
             last = row
             if row.get("skipped"):
                 skipped.add(row["step"])
-        elif row.get("kind") == "eval":
+        elif row["kind"] == "eval":
             eval_loss = _number(row.get("loss"))
     if last is None:
         return None

@@ -65,6 +65,13 @@ def test_a_launcher_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "gone: the launcher ended without a word" in said(capsys, "status", str(tmp_path / "run"))
 
 
+def test_following_a_run_that_never_began_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "plan.json").write_text('{"name": "x"}')
+    (tmp_path / "logs/rank-0.log").write_text("one\nunfinished")
+    assert said(capsys, "logs", "-f", str(tmp_path)) == "one\nunfinished\n"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dslaunch.core.errors import ConfigError
-from dslaunch.observe.run_status import RunStatus, load_status
+from dslaunch.observe.run_status import RunStatus, is_over, load_status
 
 START = {"kind": "launch_start", "time": "2026-01-02T03:04:05.000Z"}
 UP = {"kind": "host_up", "host": "a"}
@@ -120,8 +120,10 @@ def test_what_went_wrong_is_that_of_the_last_start(tmp_path: Path) -> None:
 
 
 def training(tmp_path: Path, *rows: dict[str, Any]) -> RunStatus:
-    events = [START, UP, *RANKS, {"kind": "train_start", "total_steps": 100}]
-    return load_status(run(tmp_path, events, [{"time": "t", "kind": "train", **row} for row in rows]))
+    events = [START, UP, *RANKS, {**trained("start"), "total_steps": 100}]
+    return load_status(
+        run(tmp_path, events, [{"time": START["time"], "kind": "train", **row} for row in rows])
+    )
 
 
 def test_progress_and_the_time_to_go(tmp_path: Path) -> None:
@@ -157,6 +159,59 @@ def test_where_there_is_no_run(tmp_path: Path) -> None:
     assert caught.value.hint == f"did you mean {tmp_path / 'run'}?"
     with pytest.raises(ConfigError, match="holds no run: there is no plan"):
         load_status(tmp_path / "run")
+    for launch in (3, {"topology": [1]}, {"topology": {"hosts": [{"name": "a"}]}}):
+        (tmp_path / "run/plan.json").write_text(json.dumps({"launch": launch}))
+        with pytest.raises(ConfigError, match="topology is not that of a plan"):
+            load_status(tmp_path / "run")
     (tmp_path / "run/plan.json").write_text("[")
     with pytest.raises(ConfigError, match="is not JSON"):
         load_status(tmp_path / "run")
+
+
+def test_lines_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    whole: list[dict[str, Any]] = [START, UP, *RANKS, FAILED, end(9)]
+    time, others = START["time"], [{"kind": kind} for kind in (None, 7, [], {}, "some-later-kind")]
+    full: list[dict[str, Any]] = [
+        *whole,
+        {"kind": "restart", "number": 1},
+        {"kind": "host_lost", "host": "a", "how": "it is silent"},
+        {"kind": "rank_exit", "rank": 1},
+        {"kind": "rank_error", "rank": 1, "message": "no"},
+        *({"kind": kind, "time": time} for kind in ("train_start", "resumed", "train_end", "train_stopped")),
+    ]
+    read = ("time", "host", "rank", "how", "exit_code", "number", "message")
+    broken = [
+        {key: other if key == name else value for key, value in event.items() if (key, other) != (name, None)}
+        for event in full
+        for name in set(read) & {*event} - ({"host"} if event["kind"] == "rank_start" else set())
+        for other in (None, [], {"a": 1}, 7 if isinstance(event[name], str) else "7")
+    ]
+    path = run(tmp_path, whole)
+    wanted = load_status(path)
+    write_lines(path / "events.jsonl", [*whole, *broken, *others])
+    write_lines(path / "metrics.jsonl", [{"kind": "train"}, {"kind": "train", "step": "x", "time": 1}, {}])
+    assert load_status(path) == wanted
+
+
+def test_what_follows_a_run_ends_with_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run(tmp_path, [])
+    assert is_over(path)  # not started
+    with held(path):
+        assert not is_over(path)
+        write_lines(path / "events.jsonl", [START, UP, *RANKS, FAILED, end(9)])
+        assert not is_over(path)  # it is about to start again
+    assert is_over(path)
+    write_lines(path / "events.jsonl", [trained("start")])
+    assert is_over(path)  # under another launcher: none of ours writes logs
+
+
+@pytest.mark.parametrize(("events", "over"), [([], True), ([START], False), ([START, end(9)], True),
+                                              ([START, end(9), START, UP], False)])  # fmt: skip
+def test_where_locks_cannot_tell_its_events_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[dict[str, Any]], over: bool
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise OSError(95, "no locks here")
+
+    monkeypatch.setattr("dslaunch.observe.run_status.is_held", refuse)
+    assert is_over(run(tmp_path, events)) is over
