@@ -60,7 +60,7 @@ def disk_of_run(plan: RunPlan) -> DiskSpace | None:
     return DiskSpace(
         checkpoint_bytes=checkpoint_bytes(setup),
         checkpoints_at_once=_most_at_once(plan),
-        checkpoints_there=len(list(run_dir.checkpoints.glob("step-*"))),
+        checkpoints_there=len(run_dir.checkpoint_steps()),
         free_bytes=shutil.disk_usage(_existing(run_dir.path)).free,
         export_bytes=whole if plan.adapter is None else 4 * setup.numel,
         merged_export_bytes=whole if plan.adapter is not None else None,

@@ -29,7 +29,7 @@ def check_model(text: str) -> None:
 
 def check_checkpoint(path: Path) -> None:
     """A checkpoint or run directory must be there. Raises ConfigError with what is there instead."""
-    from dslaunch.core.run_dir import RunDir, checkpoint_step
+    from dslaunch.core.run_dir import RunDir, checkpoint_step, checkpoint_steps
 
     if not path.exists():
         if checkpoint_step(path) is not None and path.parent.is_dir():
@@ -40,7 +40,11 @@ def check_checkpoint(path: Path) -> None:
         raise ConfigError(f"no such directory: {path}", hint=_nearest_directory(path))
     if not path.is_dir():
         raise ConfigError(f"{path} is a file, not a run directory or checkpoint", hint=_RUN_HINT)
-    if _steps(path) or _steps(RunDir(path).checkpoints) or checkpoint_step(path.resolve()) is not None:
+    if (
+        checkpoint_steps(path)
+        or RunDir(path).checkpoint_steps()
+        or checkpoint_step(path.resolve()) is not None
+    ):
         return
     if RunDir(path).plan.is_file():
         raise ConfigError(
@@ -54,17 +58,10 @@ def check_checkpoint(path: Path) -> None:
 _RUN_HINT = "give RUN_DIR, or RUN_DIR/checkpoints/step-N"
 
 
-def _steps(directory: Path) -> list[int]:
-    from dslaunch.core.run_dir import checkpoint_step
-
-    if not directory.is_dir():
-        return []
-    found = (checkpoint_step(entry) for entry in directory.iterdir() if entry.is_dir())
-    return sorted(step for step in found if step is not None)
-
-
 def _describe_steps(directory: Path) -> str | None:
-    steps = _steps(directory)
+    from dslaunch.core.run_dir import checkpoint_steps
+
+    steps = checkpoint_steps(directory)
     shown = ", ".join(f"step-{step}" for step in steps[-8:])
     return f"it has {'..., ' if len(steps) > 8 else ''}{shown}" if steps else None
 

@@ -233,7 +233,7 @@ def _say_what_is_next(plan: RecordedPlan) -> None:
 
     from dslaunch.core.run_dir import RunDir
 
-    if any(RunDir(Path(plan.launch.run_dir)).checkpoints.glob("step-*")):
+    if RunDir(Path(plan.launch.run_dir)).checkpoint_steps():
         _talk(f"next: dslaunch export {_quoted(plan.launch.run_dir)} -o DIR")
 
 

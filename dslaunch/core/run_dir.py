@@ -73,6 +73,10 @@ class RunDir:
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
+    def checkpoint_steps(self) -> tuple[int, ...]:
+        """The steps of its checkpoints, rising."""
+        return checkpoint_steps(self.checkpoints)
+
     def create(self, *, resume: bool, reuse: bool = False) -> None:
         """Make the directory. One that holds anything needs ``resume``, or ``reuse``: the caller has looked.
 
@@ -116,6 +120,14 @@ def cache_dir(environ: dict[str, str] | os._Environ[str]) -> Path:
         return Path(environ["DSLAUNCH_CACHE"])
     xdg = environ.get("XDG_CACHE_HOME")
     return (Path(xdg) if xdg else Path.home() / ".cache") / "dslaunch"
+
+
+def checkpoint_steps(root: Path) -> tuple[int, ...]:
+    """The steps of the checkpoint directories in ``root``, rising; none where it is not there."""
+    if not root.is_dir():
+        return ()
+    found = (checkpoint_step(path) for path in root.iterdir() if path.is_dir())
+    return tuple(sorted(step for step in found if step is not None))
 
 
 def checkpoint_step(path: Path) -> int | None:

@@ -150,8 +150,7 @@ class Restarts:
 
     def _checkpoints(self) -> int:
         """The step of the newest checkpoint; 0 without one."""
-        names = [path.name for path in RunDir(Path(self.plan.run_dir)).checkpoints.glob("step-*")]
-        return max((int(name[5:]) for name in names if name[5:].isdigit()), default=0)
+        return max(RunDir(Path(self.plan.run_dir)).checkpoint_steps(), default=0)
 
 
 def _tell_refused(

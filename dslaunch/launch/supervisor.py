@@ -44,10 +44,10 @@ def supervise(
 ) -> Outcome:
     """Start every rank of ``plan`` and stay until nothing of them is left.
 
-    Rank 0's stdout goes to ``out`` and its stderr to ``err``, byte for byte; of
-    the other ranks only lines that look like errors go to ``err``. All of it is in
-    the run directory's logs. The agents inherit ``keep_fds``: a lock in it is held
-    until the ranks are gone, even where this process is killed before them.
+    Rank 0's stdout goes to ``out`` and its stderr to ``err``, byte for byte (on a terminal; elsewhere
+    its progress bars are thinned out); of the other ranks only lines that look like errors go to
+    ``err``. All of it is in the run directory's logs. The agents inherit ``keep_fds``: a lock in
+    it is held until the ranks are gone, even where this process is killed before them.
     ``signals`` is an inbox that is entered already; a cancel in it starts nothing.
     ``own_worker``: the ranks are dslaunch's own, so that their exit codes have its meaning.
 

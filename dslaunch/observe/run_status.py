@@ -18,7 +18,7 @@ from dslaunch.core.errors import (
 )
 from dslaunch.core.events import to_jsonable
 from dslaunch.core.file_lock import is_held
-from dslaunch.core.run_dir import RunDir, checkpoint_step
+from dslaunch.core.run_dir import RunDir
 
 State = Literal[
     "not started", "starting", "running", "done", "stopped", "cancelled", "failed", "gone", "unknown"
@@ -168,7 +168,7 @@ def load_status(path: Path) -> RunStatus:
         restarts=story.restarts,
         trouble=tuple(story.trouble),
         progress=progress,
-        checkpoints=_checkpoints(run_dir),
+        checkpoints=run_dir.checkpoint_steps(),
         holder=holder,
         failed_rank=story.failed_rank,
     )
@@ -318,8 +318,3 @@ def _number(value: Any) -> float | None:
         return None if value is None else float(value)
     except (TypeError, ValueError):
         return None
-
-
-def _checkpoints(run_dir: RunDir) -> tuple[int, ...]:
-    steps = (checkpoint_step(path) for path in run_dir.checkpoints.glob("step-*"))
-    return tuple(sorted(step for step in steps if step is not None))

@@ -120,10 +120,10 @@ def _check_start(plan: RunPlan, *, resume: bool) -> None:
             hint=f"start {plan.batch.world_size} ranks, or resolve the run file again for {world_size}",
         )
     check_trackers(plan.output.report_to)
-    checkpoints = RunDir(Path(plan.launch.run_dir)).checkpoints
-    if not resume and any(checkpoints.glob("step-*")):
+    run_dir = RunDir(Path(plan.launch.run_dir))
+    if not resume and run_dir.checkpoint_steps():
         raise ConfigError(
-            f"{checkpoints} holds checkpoints already; nothing was trained",
+            f"{run_dir.checkpoints} holds checkpoints already; nothing was trained",
             hint="add --resume to go on from the last one, or use another run directory",
         )
 

@@ -47,6 +47,15 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         RunDir(tmp_path / "file" / "run").create(resume=False)
 
 
+def test_the_steps_of_a_runs_checkpoints(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert run_dir.checkpoint_steps() == ()
+    for name in ("step-10", "step-9", "step-100", "step-x", "step-", "step-7.tmp", "tmp-step-11"):
+        (run_dir.checkpoints / name).mkdir(parents=True)
+    (run_dir.checkpoints / "step-8").touch()
+    assert run_dir.checkpoint_steps() == (9, 10, 100)
+
+
 def test_names_and_places() -> None:
     now = datetime(2026, 3, 4, 5, 6, 7, tzinfo=timezone.utc)
     assert default_run_dir("x", runs_root=Path("/r"), now=now) == Path("/r/x-20260304T050607Z")
