@@ -407,9 +407,15 @@ def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
     setup = setup_of(case, world_size)
     items, host = with_other_models(setup, *rank_items(setup, rank))
     rest = rest_size([*items, *host])
-    # On a CPU both sides of an offload are one memory: only their sum at rest can be told.
-    if case.offload or case.task != "sft":
+    if case.task != "sft":
         return {"rest": rest}
+    if case.offload:
+        # On a CPU both sides of an offload are one memory: only their sum can be told.
+        both = [*items, *host]
+        in_step = {"step peak": max(size_at(both, CONVERT), size_at(both, UPDATE))}
+        # Known to be planned too low (docs/memory.md): gradients that outlive their copies there.
+        known = case.stage == 1 and case.accumulation > 1
+        return {"rest": rest, **({} if known else in_step)}
     waiting = [i for i in items if i.name == "gradients" and "always" not in i.when]
     update = [i for i in items if i.name != "optimizer's temporaries"]
     return {

@@ -45,13 +45,14 @@ def _stage_1_2(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
     if setup.zero_stage == 1 and several:
         device.append(Item("gradients of the whole model", setup.accum_bytes * setup.numel, waiting))
     if setup.zero_stage == 2 and setup.accum_fp32:
-        device.append(Item("gradients", 4 * share, (*waiting, CONVERT)))
+        device.append(Item("gradients", 4 * share, (*waiting, CONVERT, UPDATE)))
     host = [
         Item("fp32 master weights", 4 * share),
         Item("fp32 gradients", 4 * share),
         Item("optimizer states", setup.optimizer.state * share),
         Item("16-bit copy of the weights" if e == 2 else "copy of the weights", e * share),
         Item("one whole gradient", e * largest),
+        Item("optimizer's temporaries", setup.optimizer.temporary * share, (UPDATE,)),
     ]
     if setup.zero_stage == 2 and several and not setup.accum_fp32:
         host.append(Item("accumulated gradients", e * touching(setup.trainable, world, rank)))
@@ -71,7 +72,8 @@ def _stage_3(setup: Setup) -> tuple[list[Item], list[Item]]:
     if setup.zero.offload_optimizer == "nvme":
         host += _states_on_nvme(setup, states, group)
     elif setup.zero.offload_optimizer:
-        host += [*states, Item("fp32 gradients", 4 * own)]
+        temporaries = Item("optimizer's temporaries", setup.optimizer.temporary * group, (UPDATE,))
+        host += [*states, Item("fp32 gradients", 4 * own), temporaries]
     else:
         device += [
             *states,
