@@ -93,6 +93,9 @@ def cases(everything: bool) -> Iterator[Case]:
     for stage in (1, 2, 3):
         yield Case(stage, accumulation=2, offload="optimizer")
         yield Case(stage, "lora", offload="optimizer")
+        yield Case(stage, "lora", accumulation=2, offload="optimizer")
+        yield Case(stage, "qlora", offload="optimizer")
+        yield Case(stage, precision="fp32", accumulation=2, offload="optimizer")
         yield Case(stage, precision="fp32", offload="optimizer")
 
 
@@ -412,10 +415,7 @@ def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
     if case.offload:
         # On a CPU both sides of an offload are one memory: only their sum can be told.
         both = [*items, *host]
-        in_step = {"step peak": max(size_at(both, CONVERT), size_at(both, UPDATE))}
-        # Known to be planned too low (docs/memory.md): gradients that outlive their copies there.
-        known = case.stage == 1 and case.accumulation > 1
-        return {"rest": rest, **({} if known else in_step)}
+        return {"rest": rest, "step peak": max(size_at(both, CONVERT), size_at(both, UPDATE))}
     waiting = [i for i in items if i.name == "gradients" and "always" not in i.when]
     update = [i for i in items if i.name != "optimizer's temporaries"]
     return {

@@ -44,6 +44,8 @@ def _stage_1_2(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
     ]
     if setup.zero_stage == 1 and several:
         device.append(Item("gradients of the whole model", setup.accum_bytes * setup.numel, waiting))
+        if setup.accum_fp32:
+            device += _summed_in_fp32(setup, share, largest)
     if setup.zero_stage == 2 and setup.accum_fp32:
         device.append(Item("gradients", 4 * share, (*waiting, CONVERT, UPDATE)))
     host = [
@@ -57,6 +59,15 @@ def _stage_1_2(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
     if setup.zero_stage == 2 and several and not setup.accum_fp32:
         host.append(Item("accumulated gradients", e * touching(setup.trainable, world, rank)))
     return device, host  # these stages take nvme for cpu (stage_1_and_2.py knows no nvme)
+
+
+def _summed_in_fp32(setup: Setup, share: int, largest: int) -> list[Item]:
+    """What stage 1 still holds in the step where it has summed 16-bit gradients in fp32."""
+    bucket, in_step = setup.zero.reduce_bucket_size, (CONVERT, UPDATE)
+    items = [Item("gradients", 4 * share, in_step), Item("reduce bucket in fp32", 4 * bucket, in_step)]
+    if largest > bucket:  # it was reduced by itself
+        items.append(Item("largest gradient in fp32", 4 * largest, in_step))
+    return items
 
 
 def _stage_3(setup: Setup) -> tuple[list[Item], list[Item]]:
