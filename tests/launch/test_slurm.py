@@ -18,6 +18,7 @@ import pytest
 from tests.launch.launching import Launched, python, rank_pid, wait_until
 from tests.testbed.slurm import SlurmBed
 
+REPO_ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.needs("root", "slurm", "namespaces")
 
 # Each rank prints its arguments and the environment that it was given.
@@ -96,7 +97,7 @@ def test_unequal_gpus_and_words_of_every_kind(jobs: SlurmBed) -> None:
     launch = dslaunch("launch", *options, "--env", "SAID=a=b, c", "--", *python(SHOW, *words))
     value = 'it\'s "so" $HOME %n,x=y\nline'
     # Of the environment of the sbatch command the job has nothing, of the script's the ranks have all.
-    exports = shlex.join(["export", f"PYTHONPATH={os.environ['PYTHONPATH']}", f"EXPORTED={value}"])
+    exports = shlex.join(["export", f"PYTHONPATH={REPO_ROOT}", f"EXPORTED={value}"])
     script = f"{exports}\n{launch}"
     job = jobs.submit(script, "--nodelist=n1,n2", "--gpus=3", "--ntasks=3", "--mem=100", "--export=NONE")
     code, _, err = job.wait()
