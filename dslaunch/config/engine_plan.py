@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dslaunch.config.facts import Facts
 from dslaunch.config.host_devices import check_gpu
 from dslaunch.config.hosts import ResolvedHosts, resolve_hosts
-from dslaunch.config.optimizer import resolve_optimizer
+from dslaunch.config.optimizer import ChosenOptimizer, resolve_optimizer
 from dslaunch.config.precision import communication_data_type, resolve_precision
 from dslaunch.config.report import Report
 from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec, Fp16Spec
 from dslaunch.config.zero import resolve_zero
 from dslaunch.core.batch_size import ACCUMULATION, MICRO, TRAIN, solve_batch_sizes
+from dslaunch.core.devices import Device
 from dslaunch.core.loss_scale import LossScaleRule, settings_in_words
 from dslaunch.core.plan import BatchPlan, Fp16Plan, OptimizerPlan, Precision
 
@@ -63,6 +64,7 @@ def resolve_engine(
         report=report,
     )
     if hosts is None:
+        _check_raw_keys(report, facts, zero_options, chosen, None, None)
         return None
     report.reason("launch.topology", hosts.topology_reason)
     written = report.loaded.positions.get("cluster.gpu", "derived")
@@ -71,22 +73,71 @@ def resolve_engine(
     precision = _resolve_precision(spec, hosts, facts, report)
     fp16 = _fp16(spec, precision, report) if precision is not None else None
     if batch is None or precision is None:
+        _check_raw_keys(report, facts, zero_options, chosen, batch, precision)
         return None
     if stage == 0:
         _note_stage_0(precision, isinstance(spec, RunSpec), report)
-    engine = EnginePlan(
+    return _engine_plan(spec, zero_options, chosen, batch, precision, fp16, hosts.devices), hosts
+
+
+def _engine_plan(
+    spec: EngineSpec,
+    zero_options: Mapping[str, Any],
+    optimizer: ChosenOptimizer,
+    batch: BatchPlan,
+    precision: Precision,
+    fp16: Fp16Plan | None,
+    devices: Sequence[Device] | None,
+) -> EnginePlan:
+    stage = spec.zero_optimization.stage
+    assert stage != "auto"
+    return EnginePlan(
         precision=precision,
         fp16=fp16,
         grad_accum_dtype=_grad_accum_dtype(stage, precision, batch),
-        communication_data_type=communication_data_type(precision, hosts.devices),
+        communication_data_type=communication_data_type(precision, devices),
         zero_stage=stage,
         zero_options=zero_options,
         gradient_clipping=spec.gradient_clipping,
-        optimizer=chosen.plan,
-        zero_allow_untested_optimizer=chosen.allow_untested,
+        optimizer=optimizer.plan,
+        zero_allow_untested_optimizer=optimizer.allow_untested,
         batch=batch,
     )
-    return engine, hosts
+
+
+def _check_raw_keys(
+    report: Report,
+    facts: Facts,
+    zero_options: Mapping[str, Any],
+    optimizer: ChosenOptimizer,
+    batch: BatchPlan | None,
+    precision: Precision | None,
+) -> None:
+    """Report the raw keys that are wrong whatever the part of the plan that is None turns out to be.
+
+    So that they are told in the same run as the reason why there is no plan. Stand-ins take the
+    place of what is None; what is found of keys that hang on them is left out.
+    """
+    spec: EngineSpec = report.loaded.spec
+    if not spec.deepspeed:
+        return
+    from dslaunch.config.render import render_ds_config  # it imports this module
+
+    unsure = set() if batch is not None else {TRAIN, MICRO, ACCUMULATION}
+    unsure |= set() if precision is not None else {"fp16", "bf16", "data_types", "communication_data_type"}
+    batch = batch or BatchPlan(
+        train_batch_size=1, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1, world_size=1
+    )
+    precision = precision or ("fp32" if spec.precision == "auto" else spec.precision)
+    fp16 = Fp16Plan() if precision == "fp16" else None
+    engine = _engine_plan(spec, zero_options, optimizer, batch, precision, fp16, None)
+    trial = Report(report.loaded)
+    render_ds_config(engine, trial, dataclasses.replace(facts, template=None, template_problem=None), None)
+    report.problems += [
+        problem
+        for problem in trial.problems
+        if problem.key.startswith("deepspeed.") and problem.key.split(".")[1] not in unsure
+    ]
 
 
 def _resolve_hosts(spec: EngineSpec, facts: Facts, report: Report) -> ResolvedHosts | None:

@@ -27,7 +27,8 @@ from dslaunch.core.templating import Rendered
 
 # Planned values that may be replaced: the plan only fills in what is usual.
 _FREE = {("zero_allow_untested_optimizer",), ("communication_data_type",)}
-_RISKS = ("initial-scale", "min-loss-scale", "no-loss-scaling")
+# What ``check`` advises of a loss scale is said of the run file's own, too: it is what was asked for.
+_ADVICE = ("initial-scale", "min-loss-scale")
 # What is said, or refused for scripts that are not ours, where the plan is made.
 _SAID_BEFORE = ("fp16-stage-0", "device")
 _OWN_KEYS = {"scheduler": "scheduler", "bfloat16": "precision: bf16", "torch_autocast": "precision"}
@@ -69,13 +70,18 @@ def check_additions(
 
     What a user's template brought in goes to ``additions.wrong``.
 
-    What ``check`` finds in the plan itself is a problem too, but a loss scale that it calls
-    risky is only said: it is what was asked for.
+    What ``check`` finds in the plan itself is a problem too.
     """
     target = Target(world_size=world_size, devices=devices)
-    of_plan = _find_faults(additions.planned, target)
-    for fault in of_plan:
-        _report_planned(fault, report)
+    of_plan = []
+    for finding in check_value(additions.planned, target):
+        if finding.severity == "info" and finding.code in _ADVICE:
+            hint = f"; {finding.hint}" if finding.hint else ""
+            report.advise(finding.key, f"{report.loaded.where(finding.key)}{finding.message}{hint}")
+        elif finding.severity != "info":
+            of_plan.append(finding)
+            if finding.code not in _SAID_BEFORE and not finding.key.startswith("fp16."):
+                report.fail(finding.key, finding.message, finding.hint)
     if final == additions.planned:
         return
     places = _Places(additions, report)
@@ -93,14 +99,6 @@ def check_additions(
 
 def _find_faults(config: dict[str, Any], target: Target) -> list[Finding]:
     return [finding for finding in check_value(config, target) if finding.severity != "info"]
-
-
-def _report_planned(finding: Finding, report: Report) -> None:
-    if finding.code in _RISKS:
-        then = f"; {finding.hint}" if finding.hint else ""
-        report.warn(finding.key, f"{report.loaded.where(finding.key)}{finding.message}{then}")
-    elif finding.code not in _SAID_BEFORE and not finding.key.startswith("fp16."):
-        report.fail(finding.key, finding.message, finding.hint)
 
 
 class _Places:

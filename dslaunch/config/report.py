@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.overrides import SET
@@ -21,10 +21,11 @@ class Problem(NamedTuple):
 
 
 class Risk(NamedTuple):
-    """A note of something that is likely to hurt, and the run-file key that it is about."""
+    """A note of something that is likely to hurt (or, as info, to cost), and the run-file key that it is about."""
 
     key: str
     text: str
+    severity: Literal["warning", "info"] = "warning"
 
 
 @dataclass
@@ -67,6 +68,11 @@ class Report:
         """A note of a risk that was taken with ``key``: ``dslaunch check`` makes a warning of it."""
         self.note(text)
         self.risks.append(Risk(key, text))
+
+    def advise(self, key: str, text: str) -> None:
+        """A note of what could be better about ``key``: ``dslaunch check`` makes an info finding of it."""
+        self.note(text)
+        self.risks.append(Risk(key, text, "info"))
 
     def reason(self, plan_key: str, reason: str, source: str = "derived") -> None:
         """Say why the plan's ``plan_key`` has its value, where that is not plain from the run file."""

@@ -43,8 +43,8 @@ class ModelSpec(Section):
 class Fp16Spec(Section):
     """Loss scaling, used when precision is fp16. The names and meanings are DeepSpeed's."""
 
-    loss_scale: PositiveFloat | Literal["dynamic"] = Field(
-        "dynamic", description="`dynamic`, or one fixed number."
+    loss_scale: Annotated[float, Field(gt=1)] | Literal["dynamic"] = Field(
+        "dynamic", description="`dynamic`, or one fixed number above 1."
     )
     initial_scale_power: NonNegativeInt = Field(
         16, le=32, description="The dynamic scale starts at 2 to this power."

@@ -142,7 +142,11 @@ def test_all_unquoted_numbers_of_a_file_are_one_note() -> None:
             "remove the quotes: consecutive_hysteresis: true",
         ),
         ("fp16: {loss_scale: auto}", "fp16.loss_scale: auto is not a number or one of dynamic", None),
-        ("fp16: {loss_scale: 0}", None, "write dynamic, or one fixed number > 0"),
+        (
+            "fp16: {loss_scale: 0}",
+            None,
+            "write dynamic; a fixed scale of 1 or less leaves gradients below 6e-8 at 0",
+        ),
         (
             "cluster: {gpu: no}",
             "cluster.gpu: YAML reads no as false, where text or a list is meant",

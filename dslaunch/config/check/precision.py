@@ -82,25 +82,21 @@ def _check_scale(checker: Checker) -> None:
     if power is not None and power >= _OVERFLOWS_WORTH_A_WORD:
         checker.report(
             "initial-scale",
-            "warning",
+            "info",
             ("fp16", "initial_scale_power"),
             f"the scale starts at 2^{power} and comes down by one skipped step for each power:"
             f" about {power - 16} more of them than from 2^16",
             "use 16",
-            fix="write 16",
-            edits=(Edit("set", ("fp16", "initial_scale_power"), 16),),
         )
     floor = checker.number("fp16", "min_loss_scale")
     start = 2**power if isinstance(power, int) and power < 64 else None
     if floor is not None and floor >= 128:
         checker.report(
             "min-loss-scale",
-            "warning",
+            "info",
             ("fp16", "min_loss_scale"),
             f"an overflow at scale {floor} stops the run; large models often need less",
             "use 1",
-            fix="write 1",
-            edits=(Edit("set", ("fp16", "min_loss_scale"), 1),),
         )
     if floor is not None and start is not None and floor > start:
         checker.report(

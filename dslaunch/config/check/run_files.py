@@ -86,7 +86,8 @@ def _check_plan(
         found.append(finding)
     for risk in risks:
         text = risk.text.removeprefix(loaded.where(risk.key))
-        found.append(Finding("risk", "warning", risk.key, text, loaded.line(risk.key) or None))
+        code = "risk" if risk.severity == "warning" else "advice"
+        found.append(Finding(code, risk.severity, risk.key, text, loaded.line(risk.key) or None))
     if auto_keys(loaded.spec.zero_optimization):
         if not certain and not machine.problems:
             found += _check_memory(path, loaded, facts, machine, target, load_model)

@@ -72,7 +72,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("fp16.fp16", fp16(fp16=True), "unknown-key", "error", "fp16.fp16"),
     ("fp16.type", fp16(type="fp16"), "unknown-key", "error", "fp16.type"),
     ("bf16.bf16", {"bf16": {"enabled": True, "bf16": True}}, "unknown-key", "error", "bf16.bf16"),
-    ("initial_scale_power 32", fp16(initial_scale_power=32), "initial-scale", "warning", "fp16.initial_scale_power"),
+    ("initial_scale_power 32", fp16(initial_scale_power=32), "initial-scale", "info", "fp16.initial_scale_power"),
     ("OneBitAdam", {"optimizer": {"type": "OneBitAdam", "params": {}}}, "optimizer-type", "error", "optimizer.type"),
     ("OnebitAdam", {"optimizer": {"type": "OnebitAdam", "params": {}}}, "optimizer-type", "error", "optimizer.type"),
     ("OneBitLamb", {"optimizer": {"type": "OneBitLamb", "params": {}}}, "optimizer-type", "error", "optimizer.type"),
@@ -107,7 +107,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("max_grad_norm on top", {"max_grad_norm": 1}, "unknown-key", "error", "max_grad_norm"),
     ("zero a bool", {"zero_optimization": True}, "deprecated-key", "warning", "zero_optimization"),
     ("stage list of autotuning", {"zero_optimization": {"stage": [0, 1]}}, "type", "error", "zero_optimization.stage"),
-    ("min_loss_scale 1000", fp16(min_loss_scale=1000), "min-loss-scale", "warning", "fp16.min_loss_scale"),
+    ("min_loss_scale 1000", fp16(min_loss_scale=1000), "min-loss-scale", "info", "fp16.min_loss_scale"),
     ("bf16 a bool", {"bf16": True}, "type", "error", "bf16"),
     ("static scale 1", fp16(loss_scale=1.0), "no-loss-scaling", "warning", "fp16.loss_scale"),
     ("bucket 0", zero(2, reduce_bucket_size=0), "range", "error", "zero_optimization.reduce_bucket_size"),
@@ -278,7 +278,7 @@ def test_gds_on_a_cpu() -> None:
 
 def test_auto_may_be_fp16() -> None:
     config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "initial_scale_power": 32}}
-    assert the("initial-scale", config, reader="hf-trainer").severity == "warning"
+    assert the("initial-scale", config, reader="hf-trainer").severity == "info"
 
 
 def test_versions() -> None:

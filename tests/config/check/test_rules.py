@@ -171,7 +171,7 @@ class TestRepair:
         repaired = repair_config(text, Target())
         assert repaired is not None
         value = json.loads(repaired.text)
-        assert value["fp16"] == {"enabled": True, "initial_scale_power": 16}
+        assert value["fp16"] == {"enabled": True, "initial_scale_power": 32}
         assert value["zero_optimization"] == {
             "stage": 3,
             "offload_optimizer": {"device": "cpu"},

@@ -150,6 +150,39 @@ def test_the_raw_keys_own_rules_say_it_with_their_code(folder: Path) -> None:
     assert len({finding.key for finding in found}) == len(found)
 
 
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        "train_batch_size: 9\ntrain_micro_batch_size_per_gpu: 4\n" + NODES,
+        "train_batch_size: 8\nprecision: bf16\ncluster: {num_gpus_per_node: 4, gpu: m60}\n",
+        "train_batch_size: 8\ncluster: {hostfile: project/broken}\n",
+    ],
+    ids=["batch", "gpu", "hostfile"],
+)
+def test_raw_keys_are_told_with_what_makes_a_plan_impossible(folder: Path, spoilt: str) -> None:
+    raw = (
+        "deepspeed:\n  zero_optimization: {stage: 3}\n  gradient_clipping: 2\n"
+        "  communication_data_type: fp16\n  train_batch_size: 16\n"
+    )
+    found = said(check(folder, MODEL + DATA + spoilt + raw))
+    errors = {key for severity, key, _ in found if severity == "error"}
+    assert {"deepspeed.zero_optimization.stage", "deepspeed.gradient_clipping"} < errors
+    # Where the batch sizes are not known, neither is what contradicts them.
+    assert ("deepspeed.train_batch_size" in errors) == ("train_batch_size: 8" in spoilt)
+    assert "deepspeed.communication_data_type" not in errors
+    refusals = refused(folder, MODEL + DATA + spoilt + raw)
+    assert sum("contradicts" in message for message, _ in refusals) >= 2
+
+
+def test_advice_on_the_loss_scale_is_the_same_for_a_run_file(folder: Path) -> None:
+    text = "precision: fp16\nfp16: {initial_scale_power: 32, min_loss_scale: 256}\n"
+    found = check(folder, MODEL + DATA + BATCH + NODES + text)
+    assert [(f.code, f.severity, f.key) for f in found if f.key.startswith("fp16.")] == [
+        ("advice", "info", "fp16.initial_scale_power"),
+        ("advice", "info", "fp16.min_loss_scale"),
+    ]
+
+
 class TestAnotherMachine:
     def test_a_path_that_is_not_here_is_a_warning(self, folder: Path) -> None:
         text = (
