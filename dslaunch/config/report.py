@@ -21,7 +21,7 @@ class Problem(NamedTuple):
 
 
 class Risk(NamedTuple):
-    """A note of something that is likely to hurt (or, as info, to cost), and the run-file key that it is about."""
+    """A note of what is likely to hurt (or, as info, only costs), and the run-file key that it is about."""
 
     key: str
     text: str
