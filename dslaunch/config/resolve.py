@@ -98,6 +98,7 @@ def resolve_into(
         max_steps=steps,
         output=output,
         watch=WatchPlan(**dict(loaded.spec.watch)),
+        allow_untested_deepspeed=loaded.spec.allow_untested_deepspeed,
         launch=parts.launch(engine[1], run_dir=run_dir, cwd=cwd, python=interpreter),
         ds_config=ds_config,
         deepspeed_template=parts.template(),

@@ -42,6 +42,7 @@ ORDER = [
     "cluster",
     "launch",
     "watch",
+    "allow_untested_deepspeed",
     "output",
     "deepspeed_template",
     "deepspeed",

@@ -150,12 +150,23 @@ class OutputSpec(Section):
 
 
 class WatchSpec(Section):
-    """When a run is stopped because it gets nowhere (exit code 76)."""
+    """When a run is stopped because it gets nowhere (exit code 76), and when something is said."""
 
     max_skipped_in_a_row: PositiveInt = Field(
         50,
         description="Steps skipped one after the other, for overflow or a gradient that is not finite."
         " The descent of a dynamic loss scale at the start takes about initial_scale_power of them.",
+    )
+    max_nonfinite_losses_in_a_row: PositiveInt = Field(
+        1,
+        description="Steps with loss inf or nan, one after the other. They change no weight: with 2 a rare"
+        " sample that does it is let pass.",
+    )
+    max_unchanged_in_a_row: PositiveInt = Field(
+        5,
+        ge=2,
+        description="Steps one after the other with loss exactly 0, or with the very same gradient norm,"
+        " after which a warning is written.",
     )
 
 
@@ -184,6 +195,11 @@ class RunSpec(EngineSpec):
     )
     watch: WatchSpec = Field(
         default_factory=dict, validate_default=True, description="When to stop a run that gets nowhere."
+    )
+    allow_untested_deepspeed: Text | None = Field(
+        None,
+        description="Version of a DeepSpeed that dslaunch was not tested with, to run it all the same. See"
+        " first what `dslaunch doctor --numerics` says of it.",
     )
     output: OutputSpec = Field(
         default_factory=dict, validate_default=True, description="What is written, and how often."

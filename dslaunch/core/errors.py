@@ -70,9 +70,19 @@ class EnvironmentNotReady(DslaunchError):
 
 
 class Diverged(DslaunchError):
-    """The numbers of the training are broken; going on would waste time."""
+    """The numbers of the training are broken; going on would waste time.
+
+    ``verdict``: the kind, as in the run's events. ``step`` counts from 1; None: before the first.
+    """
 
     exit_code = EXIT_DIVERGED
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, verdict: str = "diverged", step: int | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.verdict = verdict
+        self.step = step
 
 
 class LaunchFailed(DslaunchError):

@@ -193,6 +193,8 @@ class WatchPlan:
     """When a run is stopped because it gets nowhere."""
 
     max_skipped_in_a_row: int = 50
+    max_nonfinite_losses_in_a_row: int = 1
+    max_unchanged_in_a_row: int = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +221,7 @@ class RunPlan:
     ds_config: Mapping[str, Any]  # the DeepSpeed JSON, as rendered
     origins: Mapping[str, Origin]
     watch: WatchPlan = field(default_factory=WatchPlan)
+    allow_untested_deepspeed: str | None = None
     deepspeed_template: str | None = None  # absolute path of the user's own that it is rendered from
     schema_version: int = SCHEMA_VERSION
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dslaunch.core.errors import EXIT_OK, EXIT_STOPPED_AT_CHECKPOINT, Diverged
+from dslaunch.core.errors import EXIT_OK, EXIT_STOPPED_AT_CHECKPOINT
 from dslaunch.core.plan import RunPlan
 from dslaunch.core.run_dir import RunDir
 from dslaunch.train.adapters import GradientWitness
@@ -94,11 +93,9 @@ def run_training(job: Job, first_step: int) -> int:
     interval = _Interval()
     previous: StepResult | None = None
     for step in range(first_step, total):
-        with _diagnosed(job):
+        with job.watch.concluding():
             result = _train_step(job, step)
-            if step == first_step:
-                _check_first_loss(job, step, result)
-            job.watch.see(step + 1, result, job.engine.loss_scale)
+            job.watch.see(result)
         if witness is not None:
             _check_gradients(job, witness)
             witness = None
@@ -126,29 +123,6 @@ def _evaluate_and_save(job: Job, interval: _Interval, done: int, *, stopping: bo
             _evaluate(job, done)
         if saves:
             _save(job, done, say=not (last or stopping))  # those are said at the end
-
-
-@contextmanager
-def _diagnosed(job: Job) -> Iterator[None]:
-    """A run that diverges leaves diagnosis.json."""
-    try:
-        yield
-    except Diverged as error:
-        if job.world.rank == 0:
-            job.watch.write_diagnosis(RunDir(Path(job.plan.launch.run_dir)).diagnosis, error)
-        raise
-
-
-def _check_first_loss(job: Job, step: int, result: StepResult) -> None:
-    """Raises Diverged, on all ranks, where forward itself gives nan or inf: no loss scale can mend that."""
-    if math.isfinite(result.loss):
-        return
-    hint = f"see what `dslaunch generate {job.plan.model.path}` answers: nan in its weights breaks every loss"
-    if job.plan.precision == "fp16":
-        hint = "its activations may overflow fp16: use precision bf16 or fp32"
-    raise Diverged(
-        f"step {step + 1}, the first one here, has loss {result.loss}: nothing was trained", hint=hint
-    )
 
 
 def _check_gradients(job: Job, witness: GradientWitness) -> None:
@@ -185,7 +159,6 @@ def _report_interval(job: Job, interval: _Interval, done: int, digest: str) -> N
     """One line of numbers and one on stdout; losses are the interval's, the rest the last step's."""
     result = interval.results[-1]
     loss, norm = interval.loss, result.grad_norm  # waits for the device
-    job.watch.see_loss(done, loss)
     seconds = time.monotonic() - interval.started
     speed = interval.num_tokens / max(seconds, 1e-9)
     job.report.metrics(

@@ -127,9 +127,10 @@ def build_job(
         stop=stop,
         watch=Watch(
             precision=plan.precision,
-            max_skipped_in_a_row=plan.watch.max_skipped_in_a_row,
+            limits=plan.watch,
             event=report.event,
             say=report.say,
+            diagnosis=RunDir(Path(plan.launch.run_dir)).diagnosis if world.rank == 0 else None,
         ),
         extra=inputs.record.to_json(),
         keep_alive=loaded.keep_alive,
@@ -227,6 +228,8 @@ def _build_engine(plan: RunPlan, loaded: LoadedModel, schedule: BatchSchedule, w
         lr_scheduler=build_scheduler_factory(plan.scheduler, schedule.total_steps),
         model_parameters=loaded.trainable,
         on_note=lambda text: say(world, f"note: {text}"),
+        allow_untested_deepspeed=plan.allow_untested_deepspeed,
+        watch=None,  # the loop watches, whatever the engine
     )
 
 

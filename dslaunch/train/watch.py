@@ -1,133 +1,265 @@
-"""Watches the course of a run: what its skipped steps and its loss scale mean, and when to stop.
+"""Watches the course of a run: what its skipped steps, its loss and its loss scale mean, and when to stop.
 
-Everything here follows from each step's result, which is known without waiting for the device,
-and is the same on every rank.
+Skips and the scale are known on the host when a step returns. Loss and norm of a step are read when
+the next one is seen, so that nothing waits for the device: a verdict on them comes one step late.
+All of it is the same on every rank, so all ranks stop at the same step.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dslaunch.core import atomic
 from dslaunch.core.errors import Diverged
 from dslaunch.core.events import to_jsonable
-from dslaunch.train.engine import StepResult
+from dslaunch.core.plan import WatchPlan
+
+if TYPE_CHECKING:
+    from dslaunch.train.engine import StepResult
 
 _KEPT = 200  # steps in the diagnosis
-_SILENT = 5  # reported intervals with loss 0 in a row before that is said
+_SAW_TOOTH = 2  # falls of the scale after a growth until they are called normal
+_RARE = 0.1  # share of skipped steps up to which they are
+
+OVERLAP_RACE = (
+    "where zero_optimization.overlap_comm is on, a known race of DeepSpeed does this: turn it off; "
+    "else see that the data has answers and that something is trained"
+)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SeenStep:
-    """What is kept of a step. ``step`` counts from 1."""
+    """What is kept of a step. ``step`` counts from 1; loss and norm are None until they are read."""
 
     step: int
     loss_scale: float
     next_loss_scale: float
+    hysteresis: int | None
     skip_reason: str | None
     lr: float
+    ranks: tuple[int, ...] = ()
+    loss: float | None = None
+    grad_norm: float | None = None
 
 
 class Watch:
-    """Sees every step of a run. ``event(kind, **fields)`` and ``say(text)`` tell the user."""
+    """Sees every step of a run. ``event(kind, **fields)`` and ``say(text)`` tell the user.
+
+    ``diagnosis``: where a run that diverges leaves its last steps; None: nowhere (all ranks but one).
+    """
 
     def __init__(
         self,
         *,
         precision: str,
-        max_skipped_in_a_row: int,
+        limits: WatchPlan,
         event: Callable[..., None],
         say: Callable[[str], None],
+        diagnosis: Path | None = None,
     ) -> None:
-        self._precision = precision
-        self._limit = max_skipped_in_a_row
+        self._precision, self._limits, self._diagnosis = precision, limits, diagnosis
         self._event, self._say = event, say
         self._steps: deque[SeenStep] = deque(maxlen=_KEPT)
-        self._in_a_row = 0
-        self._applied = 0
-        self._zero_losses = 0
+        self._unread: tuple[SeenStep, StepResult] | None = None
+        self._skipped_in_a_row = self._nonfinite_losses_in_a_row = 0
+        self._zero_losses = self._equal_norms = 0
+        self._last_norm: float | None = None
+        self._descending = True  # nothing but skipped steps since step 1
+        self._grew = False
+        self._falls = 0
 
-    def see(self, step: int, result: StepResult, next_loss_scale: float) -> None:
-        """A step that ended, and the loss scale of the next one.
-
-        Raises Diverged where so many steps in a row were skipped that this is no descent of
-        the scale any more. DeepSpeed goes on for ever in bf16 and with a static scale.
-        """
-        seen = SeenStep(step, result.loss_scale, next_loss_scale, result.skip_reason, result.lr)
+    def see(self, result: StepResult) -> None:
+        """A step that ended. Raises Diverged, on every rank, where the training gets nowhere."""
+        self.read_last()
+        seen = SeenStep(
+            step=result.step,
+            loss_scale=result.loss_scale,
+            next_loss_scale=result.next_loss_scale,
+            hysteresis=result.next_hysteresis,
+            skip_reason=result.skip_reason,
+            lr=result.lr,
+        )
         self._steps.append(seen)
-        if seen.next_loss_scale > seen.loss_scale:
-            self._event("loss_scale_grew", step=step, loss_scale=next_loss_scale)
+        self._unread = (seen, result)
         if result.skipped:
-            self._see_skip(seen)
+            self._see_skip(seen, result)
             return
-        if self._in_a_row and not self._applied and self._precision == "fp16":
-            self._verdict(
-                step,
-                "warm-up descent",
-                f"the loss scale has come down to {seen.loss_scale:g} after {self._in_a_row} skipped steps:"
-                " normal at the start of fp16",
-            )
-        self._applied += 1
-        self._in_a_row = 0
+        self._see_applied(seen, result)
 
-    def see_loss(self, step: int, loss: float) -> None:
-        """The loss of a reported interval."""
-        self._zero_losses = self._zero_losses + 1 if loss == 0.0 else 0
-        if self._zero_losses == _SILENT:
+    def read_last(self) -> None:
+        """Look at loss and norm of the step seen last, if that has not been done."""
+        if self._unread is None:
+            return
+        (seen, result), self._unread = self._unread, None
+        seen.loss, seen.grad_norm = result.loss, result.grad_norm
+        seen.ranks = result.nonfinite_ranks or result.nonfinite_loss_ranks
+        self._see_loss(seen, result)
+        if not result.skipped:
+            self._see_silence(seen)
+
+    def _see_skip(self, seen: SeenStep, result: StepResult) -> None:
+        """DeepSpeed has waited for the ranks to say so; what each said of itself is here as well."""
+        self._skipped_in_a_row += 1
+        self._descending = self._descending and seen.step == self._skipped_in_a_row
+        ranks = result.nonfinite_ranks or result.nonfinite_loss_ranks
+        self._event(
+            "step_skipped",
+            step=seen.step,
+            reason=seen.skip_reason,
+            ranks=ranks,
+            loss_scale=seen.loss_scale,
+            next_loss_scale=seen.next_loss_scale,
+        )
+        self._see_hysteresis(seen, result, ranks)
+        if seen.next_loss_scale < seen.loss_scale:
+            self._falls += self._grew
+        if not (self._descending and self._precision == "fp16"):  # the descent is one line when it ends
+            self._say(f"step {seen.step} skipped: {seen.skip_reason}{_of(ranks)}; the weights are as before")
+        self.read_last()
+        if self._skipped_in_a_row >= self._limits.max_skipped_in_a_row:
+            raise self._persistent(seen)
+
+    def _see_applied(self, seen: SeenStep, result: StepResult) -> None:
+        if self._skipped_in_a_row and self._descending and self._precision == "fp16":
             self._verdict(
-                step,
-                "loss 0",
-                f"the loss has been exactly 0 for {_SILENT} lines: a known race of DeepSpeed with"
-                " zero_optimization.overlap_comm; turn that off, and see that the data has answers",
+                seen.step,
+                "warm-up descent",
+                f"the loss scale has come down to {seen.loss_scale:g} after {self._skipped_in_a_row} skipped "
+                "steps: normal at the start of fp16",
             )
+        elif self._skipped_in_a_row and self._falls == _SAW_TOOTH and self._skips_are_rare():
+            self._falls += 1  # said once
+            self._verdict(
+                seen.step,
+                "sporadic saw-tooth",
+                f"the loss scale grows and falls back, now to {seen.loss_scale:g}, and each time a step is "
+                "skipped: a normal course of a dynamic loss scale",
+            )
+        self._descending = False
+        self._skipped_in_a_row = 0
+        if seen.next_loss_scale > seen.loss_scale:
+            self._grew = True
+            self._event(
+                "loss_scale_grew",
+                step=seen.step,
+                ranks="all",
+                loss_scale=seen.next_loss_scale,
+                previous_loss_scale=seen.loss_scale,
+            )
+        self._see_hysteresis(seen, result, "all")
+
+    def _see_hysteresis(self, seen: SeenStep, result: StepResult, ranks: tuple[int, ...] | str) -> None:
+        if result.hysteresis != result.next_hysteresis:
+            self._event(
+                "hysteresis_changed",
+                step=seen.step,
+                ranks=ranks,
+                loss_scale=seen.next_loss_scale,
+                previous_hysteresis=result.hysteresis,
+                hysteresis=result.next_hysteresis,
+            )
+
+    def _skips_are_rare(self) -> bool:
+        skipped = sum(step.skip_reason is not None for step in self._steps)
+        return skipped <= _RARE * len(self._steps)
+
+    def _see_loss(self, seen: SeenStep, result: StepResult) -> None:
+        if math.isfinite(result.loss):
+            self._nonfinite_losses_in_a_row = 0
+            return
+        self._nonfinite_losses_in_a_row += 1
+        limit = self._limits.max_nonfinite_losses_in_a_row
+        if self._nonfinite_losses_in_a_row < limit:
+            return
+        hint = "see what `dslaunch generate` makes of this model: nan in its weights breaks every loss"
+        if seen.step > 1:
+            hint = "see which samples this step had, or resume from a checkpoint before it with a lower lr"
+        if self._precision == "fp16":
+            hint = "its activations may overflow fp16: use precision bf16 or fp32"
+        raise Diverged(
+            f"step {seen.step} has loss {result.loss:g}{_of(result.nonfinite_loss_ranks)}: forward itself "
+            f"gives it, which no loss scale can mend; watch.max_nonfinite_losses_in_a_row is {limit}",
+            hint=hint,
+            verdict="forward non-finite",
+            step=seen.step,
+        )
+
+    def _see_silence(self, seen: SeenStep) -> None:
+        """Loss exactly 0, or a norm equal to the last bit: training does not do that by itself."""
+        limit = self._limits.max_unchanged_in_a_row
+        self._zero_losses = self._zero_losses + 1 if seen.loss == 0.0 else 0
+        if self._zero_losses == limit:
+            self._verdict(
+                seen.step, "loss 0", f"the loss has been exactly 0 for {limit} steps; {OVERLAP_RACE}"
+            )
+        self._equal_norms = self._equal_norms + 1 if seen.grad_norm == self._last_norm else 1
+        self._last_norm = seen.grad_norm
+        if self._equal_norms == limit:
+            text = (
+                f"the gradient's norm has been exactly {seen.grad_norm:g} for {limit} steps; {OVERLAP_RACE}"
+            )
+            self._verdict(seen.step, "norm constant", text)
+
+    def _persistent(self, seen: SeenStep) -> Diverged:
+        hint = "see which samples these steps had, lower optimizer.lr, resume from a checkpoint before them"
+        if self._precision == "fp16":
+            hint = "use precision bf16 (or fp32) or a lower optimizer.lr; a static loss_scale may be too high"
+        return Diverged(
+            f"step {seen.step}: {self._skipped_in_a_row} steps in a row were skipped ({seen.skip_reason}"
+            f"{_of(seen.ranks)}); watch.max_skipped_in_a_row is {self._limits.max_skipped_in_a_row}",
+            hint=hint,
+            verdict="persistent skipping",
+            step=seen.step,
+        )
+
+    @contextmanager
+    def concluding(self) -> Iterator[None]:
+        """What diverges inside becomes an event and, on the rank that has a place for it, a diagnosis."""
+        try:
+            yield
+        except Diverged as error:
+            self._event("verdict", step=error.step, verdict=error.verdict, message=error.message)
+            if self._diagnosis is not None:
+                self._write_diagnosis(self._diagnosis, error)
+            raise
 
     def diagnosis(self, error: Diverged) -> dict[str, Any]:
         """What is written beside a run that diverged: the verdict, the advice, the last steps."""
         report: dict[str, Any] = to_jsonable(
             {
                 "schema_version": 1,
+                "kind": error.verdict,
                 "verdict": error.message,
                 "advice": error.hint,
                 "precision": self._precision,
-                "skipped_in_a_row": self._in_a_row,
+                "skipped_in_a_row": self._skipped_in_a_row,
                 "steps": [asdict(step) for step in self._steps],
             }
         )
         return report
 
-    def write_diagnosis(self, path: Path, error: Diverged) -> None:
+    def _write_diagnosis(self, path: Path, error: Diverged) -> None:
         """Write it as JSON; a disk that is full must not hide the error itself."""
         try:
             atomic.write_text(path, json.dumps(self.diagnosis(error), indent=2, allow_nan=False) + "\n")
         except OSError:
             self._say(f"cannot write {path}")
 
-    def _see_skip(self, seen: SeenStep) -> None:
-        self._in_a_row += 1
-        self._event(
-            "step_skipped",
-            step=seen.step,
-            reason=seen.skip_reason,
-            loss_scale=seen.loss_scale,
-            next_loss_scale=seen.next_loss_scale,
-        )
-        self._say(f"step {seen.step} skipped: {seen.skip_reason}; the weights are as before")
-        if self._in_a_row < self._limit:
-            return
-        hint = "see which samples these steps had, lower optimizer.lr, resume from a checkpoint before them"
-        if self._precision == "fp16":
-            hint = "use precision bf16 (or fp32) or a lower optimizer.lr; a static loss_scale may be too high"
-        raise Diverged(
-            f"step {seen.step}: {self._in_a_row} steps in a row were skipped ({seen.skip_reason}); "
-            f"watch.max_skipped_in_a_row is {self._limit}",
-            hint=hint,
-        )
-
     def _verdict(self, step: int, name: str, message: str) -> None:
         self._event("verdict", step=step, verdict=name, message=message)
         self._say(f"{name}: {message}")
+
+
+def _of(ranks: tuple[int, ...]) -> str:
+    """Whose it was, in words; of many ranks the first few."""
+    if not ranks:
+        return ""
+    shown = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
+    return f" on rank {shown}" if len(ranks) == 1 else f" on ranks {shown}"

@@ -95,8 +95,9 @@ def config(
 
 @contextlib.contextmanager
 def engine_for(model: torch.nn.Module, settings: dict[str, Any], **more: Any) -> Iterator[Engine]:
-    """An engine of ours, taken down afterwards."""
-    engine = initialize(model, settings, allow_emulated_fp16=True, on_note=lambda text: None, **more)
+    """An engine of ours, taken down afterwards. It is not watched: these losses may be inf."""
+    more = {"watch": None, "on_note": lambda text: None, **more}
+    engine = initialize(model, settings, allow_emulated_fp16=True, **more)
     try:
         yield engine
     finally:

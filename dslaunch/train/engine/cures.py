@@ -2,8 +2,9 @@
 
 Each takes the live DeepSpeed engine right after ``deepspeed.initialize`` and changes
 that one instance. Nothing here patches a class or a module, but for
-:func:`permit_emulated_fp16`. What is cured, the evidence, and how to see when
-upstream has mended it: docs/upstream.md. Checked against DeepSpeed 0.19.8.
+:func:`permit_emulated_fp16` and :func:`forget_autocast_of_other_engines`. What is cured,
+the evidence, and how to see when upstream has mended it: docs/upstream.md. Checked
+against DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -31,6 +32,38 @@ def permit_emulated_fp16() -> bool:
         return False
     accelerator.is_fp16_supported = lambda: True
     return True
+
+
+def forget_autocast_of_other_engines() -> None:
+    """F6: an engine's float16 autocast is no business of the engines made after it.
+
+    DeepSpeed keeps it in two globals: later ZeRO optimizers put a GradScaler of their own on gradients
+    that were never scaled. An engine with the ``torch_autocast`` block sets them again when it is made;
+    :func:`keep_own_communication_dtype` covers the one place that reads them later.
+    Source: runtime/torch_autocast.py ``init_autocast_params``. Raises EnvironmentNotReady without them.
+    """
+    from deepspeed.runtime import torch_autocast
+
+    if not hasattr(torch_autocast, "TORCH_AUTOCAST_INITIALIZED"):
+        raise _other_deepspeed("torch_autocast keeps its state elsewhere", "autocast in one process (F6)")
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    torch_autocast.TORCH_AUTOCAST_DTYPE = None
+
+
+def keep_own_communication_dtype(ds: Any) -> None:
+    """F6: each engine reduces in its own dtype, whatever engine was made last.
+
+    Source: runtime/base_optimizer.py ``get_param_comm_dtype``, which asks the globals at every reduction.
+    """
+    from deepspeed.runtime.torch_autocast import get_comm_dtype
+
+    optimizer = ds.optimizer
+    if not hasattr(optimizer, "get_param_comm_dtype"):
+        return  # fp32 at stage 0 has torch's own optimizer
+    if ds.torch_autocast_enabled():
+        optimizer.get_param_comm_dtype = get_comm_dtype
+    else:
+        optimizer.get_param_comm_dtype = lambda parameter: optimizer.communication_data_type
 
 
 def delay_loss_scale_growth(ds: Any) -> None:

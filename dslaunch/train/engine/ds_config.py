@@ -95,7 +95,13 @@ def refuse_fp16_autocast_under_zero(config: Mapping[str, Any]) -> None:
 
 
 def refuse_unmeasured_gradients(config: Mapping[str, Any]) -> None:
-    """``compute_grad_norm: false`` leaves no norm to report, nor to find inf and nan by."""
+    """Refuse keys that leave no norm to report, or no check by which inf and nan are found."""
+    precision = config.get("bf16")
+    if isinstance(precision, Mapping) and precision.get("check_grad_overflow") is False:
+        raise ConfigError(
+            "bf16.check_grad_overflow is false: at stages 1 and 2 inf and nan would go into the weights",
+            hint="leave check_grad_overflow out",
+        )
     block = config.get("zero_optimization")
     if isinstance(block, Mapping) and block.get("compute_grad_norm") is False:
         raise ConfigError(
@@ -140,6 +146,34 @@ def run_16bit_stage_0_as_stage_1(
         "of DeepSpeed's 16-bit stage 0 (docs/upstream.md, F1 F3 F4)"
     )
     return changed, note
+
+
+def write_clipping(config: dict[str, Any], optimizer_name: str | None) -> tuple[dict[str, Any], str | None]:
+    """F7: the config with ``gradient_clipping`` written out, and a note where that was left out.
+
+    Left out it means 1.0 since DeepSpeed 0.19.3 and none before, so a config would train otherwise
+    after an upgrade. Without an optimizer there is nothing to clip.
+    """
+    if "gradient_clipping" in config or optimizer_name is None:
+        return config, None
+    note = "gradient_clipping is left out: 1.0, as DeepSpeed has it since 0.19.3 (docs/upstream.md, F7)"
+    return {**config, "gradient_clipping": 1.0}, note
+
+
+def refuse_muon_that_is_clipped(config: Mapping[str, Any], optimizer_name: str | None) -> None:
+    """F11: Muon at stages 1 to 3 has its update clipped, not its gradient.
+
+    The gradient is orthogonalised while it is reduced; the norm is that of the result, which has nothing
+    to do with the gradient's. Raises ConfigError where there is a clip; without one Muon is right.
+    """
+    clip = config.get("gradient_clipping", 0.0)
+    stage = zero_stage_of(config)
+    if (optimizer_name or "").lower().startswith("muon") and stage >= 1 and clip:
+        raise ConfigError(
+            f"Muon with gradient_clipping {clip:g} at zero_optimization.stage {stage}: DeepSpeed would clip "
+            "its update, after it was orthogonalised, by a norm that is not the gradient's",
+            hint="set gradient_clipping to 0, or use fp32 at stage 0, where the gradient is clipped",
+        )
 
 
 def optimizer_type(config: Mapping[str, Any]) -> str | None:

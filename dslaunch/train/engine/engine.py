@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dslaunch.core.errors import ConfigError, Diverged, one_line
+from dslaunch.core.plan import WatchPlan
 from dslaunch.train.dist import hold_deepspeeds_prints, init_world
 from dslaunch.train.engine import cures, ds_config
-from dslaunch.train.engine.result import StepResult
+from dslaunch.train.engine.gradient_witness import LocalGradients
+from dslaunch.train.engine.own_loop import OnEvent, build_watch
+from dslaunch.train.engine.result import SkipReason, StepResult
+from dslaunch.train.engine.version import check_deepspeed_version
 from dslaunch.train.engine.window import Window
 from dslaunch.train.jit_ops import prepare_optimizer
+from dslaunch.train.watch import Watch
 
 Note = Callable[[str], None]
+
+_WATCH = WatchPlan()
 
 
 class Engine:
@@ -25,11 +33,21 @@ class Engine:
     ``deepspeed`` is the engine beneath, for what is not wrapped here.
     """
 
-    def __init__(self, ds: Any, *, precision: str, trains: bool, notes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        ds: Any,
+        *,
+        precision: str,
+        trains: bool,
+        notes: tuple[str, ...] = (),
+        watch: Watch | None = None,
+    ) -> None:
         self.deepspeed = ds
         self.precision = precision
         self.notes = notes
+        self._watch = watch
         self._window = Window(ds.device)
+        self._gradients = LocalGradients(ds.module.parameters() if trains else ())
         plain = not (ds.zero_optimization() or ds.fp16_enabled() or ds.bfloat16_enabled())
         self._checks_fp32 = plain and ds.optimizer is not None
         if self._checks_fp32:
@@ -37,6 +55,7 @@ class Engine:
         elif trains and ds.fp16_enabled():
             cures.delay_loss_scale_growth(ds)
         if trains:
+            cures.keep_own_communication_dtype(ds)
             cures.name_the_stage_in_checkpoints(ds)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,6 +73,7 @@ class Engine:
         share = 1.0 / (self.gradient_accumulation_steps * self.world_size)
         self._window.add(loss.detach() * share, num_tokens=None)
         self.deepspeed.backward(loss)
+        self._window.add_gradients(self._gradients.take())
 
     def backward_token_sum(self, loss_sum: torch.Tensor, *, num_tokens: int) -> None:
         """Backward of a sum over tokens so that the window's gradient is the global token mean.
@@ -75,6 +95,7 @@ class Engine:
         loss_sum = loss_sum.float()
         self._window.add(loss_sum.detach() / num_tokens, num_tokens=num_tokens)
         self.deepspeed.backward(loss_sum * (self.world_size / num_tokens), scale_wrt_gas=False)
+        self._window.add_gradients(self._gradients.take())
 
     def step(self, *, flag: bool = False) -> StepResult | None:
         """End a micro-batch; at the end of the window, update the weights. Every rank must call it.
@@ -82,33 +103,53 @@ class Engine:
         Returns None inside a window. ``flag`` travels with the window's one all-reduce:
         ``StepResult.flag`` is True on every rank if any rank set it.
 
-        The order inside a boundary step is DeepSpeed's, mended: reduce (done by the last
-        backward), finite check over all ranks, norm, unscale and clip, optimizer,
-        loss scale, learning rate. A skipped step moves neither weights nor schedule.
-        Raises Diverged (on every rank) where gradients overflow at the minimum loss scale.
+        What happens at the end of a window, in this order (a test records it at every stage):
+
+        1. reduce: the last ``backward`` has averaged the gradients over the ranks; one small
+           vector [loss, flag, what each rank says of itself] follows them. Nothing else of ours
+           talks to the other ranks, and nothing waits for the device;
+        2. finite check over all ranks. inf or nan anywhere: every rank skips 3 to 6, the loss scale
+           is lowered (fp16), and neither the schedule nor ``trained_samples`` moves;
+        3. global norm, of the gradients without the loss scale, before clipping;
+        4. unscale and clip in one multiplication;
+        5. optimizer, then the 16-bit copy of the weights;
+        6. loss scale (grows after the step that it was used in: F2) and learning rate.
+
+        Raises Diverged, on every rank, where gradients overflow at the minimum loss scale, or where
+        the watch says that the training gets nowhere.
         """
         ds = self.deepspeed
         self._window.flag(flag)
         if not ds.is_gradient_accumulation_boundary():
             ds.step()
             return None
-        lr, loss_scale, num_tokens = self.lr, self.loss_scale, self._window.num_tokens
+        lr, loss_scale, hysteresis = self.lr, self.loss_scale, self.hysteresis
+        num_tokens = self._window.num_tokens
         window = self._window.reduce()
         if self._checks_fp32:
             cures.measure_fp32_stage_0(ds)
-        self._step_deepspeed()
-        skipped = not ds.was_step_applied()
-        reason = "overflow" if self.precision == "fp16" else "non-finite gradient"
-        return StepResult(
-            step=self.global_step,
-            lr=lr,
-            loss_scale=loss_scale,
-            skip_reason=reason if skipped else None,  # type: ignore[arg-type]
-            num_tokens=num_tokens,
-            gradient_clipping=float(ds.gradient_clipping()),
-            grad_norm=ds.get_global_grad_norm(),
-            window=window,
-        )
+        with self._watch.concluding() if self._watch is not None else nullcontext():
+            self._step_deepspeed()
+            result = StepResult(
+                step=self.global_step,
+                lr=lr,
+                loss_scale=loss_scale,
+                next_loss_scale=self.loss_scale,
+                hysteresis=hysteresis,
+                next_hysteresis=self.hysteresis,
+                skip_reason=None if ds.was_step_applied() else self._skip_reason,
+                num_tokens=num_tokens,
+                gradient_clipping=float(ds.gradient_clipping()),
+                grad_norm=ds.get_global_grad_norm(),
+                window=window,
+            )
+            if self._watch is not None:
+                self._watch.see(result)
+        return result
+
+    @property
+    def _skip_reason(self) -> SkipReason:
+        return "overflow" if self.precision == "fp16" else "non-finite gradient"
 
     def _step_deepspeed(self) -> None:
         try:
@@ -118,9 +159,11 @@ class Engine:
             if type(error) is not Exception or "loss scale already at minimum" not in str(error):
                 raise
             raise Diverged(
-                f"step {self.global_step}: the gradients overflow fp16 even at the minimum loss scale "
+                f"step {self.global_step + 1}: the gradients overflow fp16 even at the minimum loss scale "
                 f"{self.loss_scale:g}",
                 hint="use bf16 (or fp32) where the device has it, or a lower learning rate",
+                verdict="at minimum",
+                step=self.global_step + 1,
             ) from error
 
     @property
@@ -166,6 +209,11 @@ class Engine:
         return int(self.deepspeed.skipped_steps)
 
     @property
+    def trained_samples(self) -> int:
+        """Samples of the steps that changed the weights; those of skipped steps do not count."""
+        return (self.global_step - self.skipped_steps) * int(self.deepspeed.train_batch_size())
+
+    @property
     def lr(self) -> float:
         """The rate of the first parameter group that the next step will use."""
         return float(self.deepspeed.optimizer.param_groups[0]["lr"])
@@ -179,6 +227,12 @@ class Engine:
         return (
             float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0)) if self.precision == "fp16" else 1.0
         )
+
+    @property
+    def hysteresis(self) -> int | None:
+        """Overflows, the next one included, until the loss scale is lowered; None where it is not dynamic."""
+        left = getattr(getattr(self.deepspeed.optimizer, "loss_scaler", None), "cur_hysteresis", None)
+        return int(left) if left is not None and self.precision == "fp16" else None
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout and the like on (or off)."""
@@ -196,6 +250,10 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     *,
     allow_emulated_fp16: bool = False,
+    allow_untested_deepspeed: str | None = None,
+    watch: WatchPlan | Mapping[str, int] | None = _WATCH,
+    run_dir: str | Path | None = None,
+    on_event: OnEvent | None = None,
     on_note: Note | None = None,
     **more: Any,
 ) -> Engine:
@@ -208,16 +266,19 @@ def initialize(
     if that has not been done (``dslaunch.train.dist.init_world``). ``on_note`` gets each
     thing that was changed, in words; without it rank 0 prints them on stderr.
     ``allow_emulated_fp16``: run fp16 on a CPU without fp16 instructions (slow, for tests).
+    ``allow_untested_deepspeed``: the version of a DeepSpeed that was not tested here, to run it.
+
+    ``watch``: the limits of a run file's section ``watch``; None turns the watching off. Verdicts go to
+    rank 0's stderr, events to ``on_event(kind, **fields)`` on every rank, and with ``run_dir`` rank 0
+    writes events.jsonl and, where the training diverges, diagnosis.json there.
 
     Raises ConfigError for a config that DeepSpeed refuses or would run wrong,
     EnvironmentNotReady where the ranks cannot be joined, an op cannot be compiled, or a
     cure finds another DeepSpeed than it was made for.
     """
     world = init_world()
-    settings = ds_config.load_ds_config(config)
-    notes = _prepare(settings, optimizer, allow_emulated_fp16)
-    settings, note = ds_config.run_16bit_stage_0_as_stage_1(settings, _optimizer_name(optimizer))
-    notes += [note] if note else []
+    settings, notes = _prepare(ds_config.load_ds_config(config), optimizer, allow_emulated_fp16)
+    notes = [*_check_version(allow_untested_deepspeed), *notes]
     for text in notes:
         _tell(text, on_note, world.rank)
     trains = optimizer is not None or ds_config.optimizer_type(settings) is not None
@@ -227,6 +288,7 @@ def initialize(
             raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
     if optimizer is None:
         prepare_optimizer(settings)
+    cures.forget_autocast_of_other_engines()
     ds = _deepspeed_initialize(
         model=model,
         config=ds_config.quiet(settings),
@@ -235,29 +297,53 @@ def initialize(
         model_parameters=model_parameters,
         **more,
     )
-    return Engine(ds, precision=ds_config.precision_of(settings), trains=trains, notes=tuple(notes))
+    precision = ds_config.precision_of(settings)
+    watching = None
+    if watch is not None and trains:
+        watching = build_watch(
+            watch, precision=precision, rank=world.rank, run_dir=run_dir, on_event=on_event
+        )
+    return Engine(ds, precision=precision, trains=trains, notes=tuple(notes), watch=watching)
 
 
-def _prepare(settings: dict[str, Any], optimizer: Any, allow_emulated_fp16: bool) -> list[str]:
-    """Refuse what cannot run right; returns notes on what was permitted."""
+def _check_version(allowed: str | None) -> list[str]:
+    import deepspeed
+
+    note = check_deepspeed_version(deepspeed.__version__, allowed)
+    return [note] if note else []
+
+
+def _prepare(
+    settings: dict[str, Any], optimizer: Any, allow_emulated_fp16: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Refuse what cannot run right; returns what to run, and notes on what was changed or permitted."""
     if ds_config.is_enabled(settings, "fp16") and ds_config.is_enabled(settings, "bf16"):
         raise ConfigError("fp16.enabled and bf16.enabled are both true", hint="turn one of them off")
     ds_config.zero_stage_of(settings)  # raises for a stage that is none
     ds_config.refuse_fp16_autocast_under_zero(settings)
     ds_config.refuse_unmeasured_gradients(settings)
+    name = _optimizer_name(optimizer) or ds_config.optimizer_type(settings)
+    settings, clipping = ds_config.write_clipping(settings, name)
+    settings, stage = ds_config.run_16bit_stage_0_as_stage_1(settings, name)
+    ds_config.refuse_muon_that_is_clipped(settings, name)
+    notes = [clipping, stage, _permit_fp16(settings, allow_emulated_fp16)]
+    return settings, [note for note in notes if note]
+
+
+def _permit_fp16(settings: Mapping[str, Any], allow_emulated_fp16: bool) -> str | None:
     if ds_config.precision_of(settings) != "fp16":
-        return []
+        return None
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().is_fp16_supported():
-        return []
+        return None
     if not allow_emulated_fp16:
         raise ConfigError(
             f"fp16 on this {get_accelerator().device_name()}: it has no fp16 instructions",
             hint="use bf16 or fp32",
         )
     cures.permit_emulated_fp16()
-    return ["fp16 is emulated on this CPU: right, but slow; for tests and debugging only"]
+    return "fp16 is emulated on this CPU: right, but slow; for tests and debugging only"
 
 
 def _deepspeed_initialize(**arguments: Any) -> Any:

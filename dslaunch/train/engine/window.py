@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from dslaunch.train.engine.result import PendingSum
+from dslaunch.train.engine.result import NONFINITE_GRADIENT, NONFINITE_LOSS, Pending
 
 
 class Window:
     """Adds up the micro-batches of one accumulation window on this rank.
 
-    The loss stays on the device, in float64 where the device has it, and meets the
-    other ranks in one small vector [loss, flag] at the end of the window.
+    All stays on the device, in float64 where the device has it, and meets the other ranks in one
+    small vector at the end of the window: [loss, flag, what rank 0 says of itself, rank 1, ...].
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -21,6 +21,7 @@ class Window:
 
     def _clear(self) -> None:
         self._loss: torch.Tensor | None = None
+        self._gradients: torch.Tensor | None = None
         self._flag = False
         self.num_tokens: int | None = None
 
@@ -39,14 +40,24 @@ class Window:
             )
         self._loss += loss_share.to(self._dtype)
 
+    def add_gradients(self, witness: torch.Tensor | None) -> None:
+        """Add a scalar that is finite if and only if a micro-batch's gradients on this rank were."""
+        if witness is not None:
+            self._gradients = witness if self._gradients is None else self._gradients + witness
+
     def flag(self, raised: bool) -> None:
         """Keep ``raised`` for the window's end; once up it stays up."""
         self._flag = self._flag or raised
 
-    def reduce(self) -> PendingSum:
+    def reduce(self) -> Pending:
         """Start the all-reduce and begin a new window. Collective."""
-        flag = torch.full((), float(self._flag), dtype=self._dtype, device=self._device)
-        loss = self._loss if self._loss is not None else torch.zeros_like(flag)
-        vector = torch.stack([loss, flag])
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        vector = torch.zeros(2 + world_size, dtype=self._dtype, device=self._device)
+        for value, bit in ((self._loss, NONFINITE_LOSS), (self._gradients, NONFINITE_GRADIENT)):
+            if value is not None:
+                vector[2 + rank] += bit * ~torch.isfinite(value)
+        if self._loss is not None:
+            vector[0] = self._loss
+        vector[1] = float(self._flag)
         self._clear()
-        return PendingSum(vector, torch.distributed.all_reduce(vector, async_op=True))
+        return Pending(vector, torch.distributed.all_reduce(vector, async_op=True))
