@@ -76,7 +76,9 @@ def _is_program(word: str) -> bool:
 @options.set_option
 @options.cluster_options
 @options.master_options
-@click.option("--via", metavar="WAY", help="Way to reach hosts: auto (default), local, ssh, slurm, openmpi.")
+@click.option(
+    "--via", metavar="WAY", help="Way to reach hosts: auto (default), local, ssh, slurm, openmpi, mpich."
+)
 @click.option(
     "--container",
     metavar="RUNTIME:WHAT",

@@ -95,10 +95,10 @@ class ContainerSpec(Section):
 class LaunchSpec(Section):
     """How the ranks are started."""
 
-    via: Literal["auto", "local", "ssh", "slurm", "openmpi"] = Field(
+    via: Literal["auto", "local", "ssh", "slurm", "openmpi", "mpich"] = Field(
         "auto",
         description="Way to reach the hosts. `auto`: `local` where this machine is the only one, "
-        "`slurm` (srun) for the nodes of a Slurm job, else `ssh`. `openmpi`: mpirun.",
+        "`slurm` (srun) for the nodes of a Slurm job, else `ssh`. `openmpi`: mpirun; `mpich`: mpiexec.",
     )
     container: ContainerSpec | None = Field(
         None, description="Run inside of a container; without it on the hosts themselves."

@@ -25,6 +25,9 @@ _PROXY_PASSWORD = re.compile(r"^[^\s/:@]*:[^\s/]+@")
 class Command:
     """One process to start. ``env`` is added to what it inherits; ``stdin`` is written to it.
 
+    ``stdin_room``: so many bytes of it may be on their way at first, and more as the process makes
+    room by an event of that name; None: the pipe alone says how many.
+
     Strings hold non-UTF-8 bytes as Python does (surrogateescape), so that what
     was typed is what arrives.
     """
@@ -33,6 +36,7 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
     stdin: bytes | None = None
+    stdin_room: int | None = None
 
     def shell_text(self) -> str:
         """What one would type in bash for argv and env. Never run by us."""

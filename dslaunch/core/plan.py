@@ -22,7 +22,7 @@ from dslaunch.core.topology import Host, Topology
 SCHEMA_VERSION = 1
 
 Precision = Literal["bf16", "fp16", "fp32"]
-Via = Literal["local", "ssh", "slurm", "openmpi"]
+Via = Literal["local", "ssh", "slurm", "openmpi", "mpich"]
 
 
 @dataclass(frozen=True, kw_only=True)

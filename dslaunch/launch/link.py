@@ -45,6 +45,7 @@ class AgentLink:
         self._buffer = b""
         self._outbox = bytearray()
         self._unacked = 0
+        self._room: float = float("inf") if command.stdin_room is None else command.stdin_room
         self._lock = threading.Lock()
         try:
             self.process = subprocess.Popen(
@@ -75,7 +76,7 @@ class AgentLink:
     @property
     def has_unsent(self) -> bool:
         """Whether commands wait for the agent to read: a connection that is slow, or cut."""
-        return bool(self._outbox)
+        return bool(self._outbox) and self._room > 0
 
     @property
     def stdout_fd(self) -> int:
@@ -119,7 +120,10 @@ class AgentLink:
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
                 if isinstance(event, dict) and isinstance(event.get("event"), str):
-                    yield event
+                    if event["event"] == "room":
+                        self._make_room(int(event.get("bytes", 0)))
+                    else:
+                        yield event
 
     def read_stderr(self) -> bool:
         """Keep the end of what the agent (or the way to reach it) complains of; False at its end."""
@@ -165,18 +169,24 @@ class AgentLink:
             self._outbox.clear()
             return
         try:
-            while self._outbox:
-                count = self.process.stdin.write(self._outbox)
+            while self.has_unsent:
+                some = self._outbox[: int(min(self._room, _CHUNK))]
+                count = self.process.stdin.write(some)
                 if not count:  # the pipe is full
                     return
                 del self._outbox[:count]
+                self._room -= count
         except OSError:
             self._close_stdin()
+
+    def _make_room(self, num_bytes: int) -> None:
+        self._room += num_bytes
+        self._write(b"")
 
     def _write(self, data: bytes) -> None:
         self._outbox += data
         self.flush()
-        if self._outbox:
+        if self.has_unsent:
             self.on_unsent(self)
 
     def _close_stdin(self) -> None:

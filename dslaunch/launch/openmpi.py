@@ -8,13 +8,12 @@ streams as they are; killed, it lets the agent see the end of its stdin at once 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dslaunch.core.command import Command
-from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.topology import Host, Topology
+from dslaunch.launch import mpi
 from dslaunch.launch.carried import loader_argv, packed_agent
 from dslaunch.launch.orders import encode_orders
 
@@ -26,7 +25,7 @@ _PLACE_OF_THE_AGENT = (
     "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_UNIVERSE_SIZE", "PMIX_RANK",
     "PMIX_NAMESPACE", "PMIX_ID", "PMIX_SERVER_URI2", "PMIX_SERVER_URI3", "PMIX_SERVER_URI4",
 )  # fmt: skip
-WORTH_ANOTHER_TRY = (b"Connection refused", b"Connection reset", b"Connection closed by", b"kex_exchange")
+WORTH_ANOTHER_TRY = mpi.WORTH_ANOTHER_TRY
 
 
 def build_agent_command(
@@ -41,13 +40,5 @@ def build_agent_command(
 
 def check_hosts(topology: Topology, environ: Mapping[str, str]) -> None:
     """Raises EnvironmentNotReady where there is no mpirun, ConfigError for what it has no word for."""
-    if shutil.which("mpirun", path=environ.get("PATH", os.defpath)) is None:
-        raise EnvironmentNotReady(
-            "no mpirun in PATH; nothing was started", hint="load the site's Open MPI module, or --via ssh"
-        )
-    for host in topology.hosts:
-        if host.user is not None or host.port is not None or ":" in host.name:
-            raise ConfigError(
-                f"host {host.name}: mpirun takes names without user, port or IPv6; nothing was started",
-                hint="set User and Port for a name in ~/.ssh/config, or --via ssh (launch.via)",
-            )
+    mpi.find_program(("mpirun",), environ, "load the site's Open MPI module, or --via ssh")
+    mpi.check_names(topology, "mpirun")

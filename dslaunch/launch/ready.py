@@ -10,7 +10,7 @@ from pathlib import Path
 from dslaunch.core.errors import ConfigError, ConfigErrors, EnvironmentNotReady
 from dslaunch.core.packages import missing_packages, packages_missing
 from dslaunch.core.plan import LaunchPlan, RunPlan
-from dslaunch.launch import local, openmpi, slurm, ssh
+from dslaunch.launch import local, mpich, openmpi, slurm, ssh
 from dslaunch.launch.container import check_container
 from dslaunch.launch.orders import check_launch, is_elsewhere, way_to
 from dslaunch.launch.ports import lease_port
@@ -39,6 +39,8 @@ def check_ready(plan: LaunchPlan, *, device_source: str | None = None) -> Mappin
         slurm.check_job(plan.topology, environ)
     elif plan.via == "openmpi":
         openmpi.check_hosts(plan.topology, environ)
+    elif plan.via == "mpich":
+        mpich.check_hosts(plan.topology, environ)
     else:
         ssh.check_client(environ)
     allow_open_files(plan.topology.num_nodes)

@@ -16,7 +16,7 @@ from dslaunch.core.command import Command
 from dslaunch.core.errors import EnvironmentNotReady
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host
-from dslaunch.launch import local, openmpi, slurm, ssh
+from dslaunch.launch import local, mpich, openmpi, slurm, ssh
 from dslaunch.launch.container import enter_words
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.orders import build_orders, is_elsewhere, way_to
@@ -31,17 +31,22 @@ LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any], Mapping[str, str], Seque
     "ssh": ssh.build_agent_command,
     "slurm": slurm.build_agent_command,
     "openmpi": openmpi.build_agent_command,
+    "mpich": mpich.build_agent_command,
 }
 # What each says where another try may succeed.
 WORTH_ANOTHER_TRY = {
     "ssh": ssh.WORTH_ANOTHER_TRY,
     "slurm": slurm.WORTH_ANOTHER_TRY,
     "openmpi": openmpi.WORTH_ANOTHER_TRY,
+    "mpich": mpich.WORTH_ANOTHER_TRY,
 }
+# Programs that stay when what they started has failed, and how that is seen.
+HAS_GIVEN_UP: Mapping[str, Callable[[int], bool]] = {"mpich": mpich.has_given_up}
 
 _FANOUT = 64  # agents that may be connecting at once
 _LEAST_FANOUT = 8  # where hosts, or a jump host before them, turn connections away
 _ANSWER_S = 60.0  # for a host to answer; counted anew with each one that does
+_LOOK_S = 0.5  # between two looks at programs that stay
 _TRIES = 3
 _SHOWN = 8
 
@@ -88,6 +93,7 @@ class Startup:
         self.witness: Mapping[str, str] | None = None
         self.has_started = False
         self._answer_by = float("inf")
+        self._look_at = float("inf")
         self._waiting = deque(range(plan.topology.num_nodes))
         self._retries: list[tuple[float, int]] = []  # a heap: when, node rank
         self._fanout = _FANOUT
@@ -115,7 +121,8 @@ class Startup:
     @property
     def deadline(self) -> float:
         """When to call :meth:`note_silent` and :meth:`start_agents` (monotonic time)."""
-        return min(self._answer_by, self._retries[0][0] if self._retries else float("inf"))
+        retry_at = self._retries[0][0] if self._retries else float("inf")
+        return min(self._answer_by, self._look_at, retry_at)
 
     # --- agents ---------------------------------------------------------------------------------
 
@@ -138,6 +145,7 @@ class Startup:
             started.append(link)
         if started:
             self._answer_by = time.monotonic() + _ANSWER_S
+            self._look_at = time.monotonic() + _LOOK_S if self.plan.via in HAS_GIVEN_UP else float("inf")
         return started
 
     def _connect(self, node_rank: int, host: Host) -> AgentLink:
@@ -195,6 +203,7 @@ class Startup:
 
     def note_silent(self) -> list[AgentLink]:
         """Hosts that have not answered in time are unusable; their links."""
+        self._end_those_that_gave_up()
         if time.monotonic() < self._answer_by:
             return []
         self._answer_by = float("inf")
@@ -204,6 +213,15 @@ class Startup:
             said = f"; it said: {words}" if words else ""
             self.note_unusable(link, f"no answer within {_ANSWER_S:g} s{said}", None)
         return silent
+
+    def _end_those_that_gave_up(self) -> None:
+        """So that their end is heard, and what they said."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LOOK_S if self._connecting else float("inf")
+        for link in (self._links[node_rank] for node_rank in self._connecting):
+            if HAS_GIVEN_UP[self.plan.via](link.process.pid):
+                link.process.kill()
 
     def describe_wait(self) -> str | None:
         """Which hosts the start waits for, e.g. ``2 of 3 hosts have answered; waiting for node3``."""

@@ -38,6 +38,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "namespaces": (_can_make_namespaces, "needs the right to make network namespaces"),
     "pdsh": (lambda: _has_program("pdsh"), "needs pdsh, by which the deepspeed command reaches hosts"),
     "openmpi": (lambda: _has_program("mpirun.openmpi"), "needs Open MPI (openmpi-bin)"),
+    "mpich": (lambda: _has_program("mpiexec.hydra"), "needs MPICH (mpich)"),
     "slurm": (
         lambda: _has_program("slurmctld", "slurmd", "sbatch", "munged", "ip"),
         "needs Slurm, munge and ip (slurmctld, slurmd, slurm-client, munge, iproute2)",
