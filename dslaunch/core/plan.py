@@ -22,6 +22,7 @@ from dslaunch.core.topology import Host, Topology
 SCHEMA_VERSION = 1
 
 Precision = Literal["bf16", "fp16", "fp32"]
+EngineKind = Literal["deepspeed", "torch"]
 Via = Literal["local", "ssh", "slurm", "openmpi", "mpich"]
 
 
@@ -218,12 +219,18 @@ class RunPlan:
     max_steps: int | None
     output: OutputPlan
     launch: LaunchPlan
-    ds_config: Mapping[str, Any]  # the DeepSpeed JSON, as rendered
+    ds_config: Mapping[str, Any]  # the DeepSpeed JSON, as rendered; empty with engine torch
     origins: Mapping[str, Origin]
+    engine: EngineKind = "deepspeed"
     watch: WatchPlan = field(default_factory=WatchPlan)
     allow_untested_deepspeed: str | None = None
     deepspeed_template: str | None = None  # absolute path of the user's own that it is rendered from
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def trained_in_fp32(self) -> bool:
+        """Whether the trained weights are fp32 and autocast computes in ``precision``."""
+        return self.engine == "torch"
 
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from dslaunch.train.checkpoint import save_checkpoint
 from dslaunch.train.corpus import Corpus
 from dslaunch.train.data.sampler import BatchSchedule
 from dslaunch.train.dist import World, all_reduce_sum
-from dslaunch.train.engine import Engine, StepResult
+from dslaunch.train.engine import StepResult, TrainingEngine
 from dslaunch.train.evaluate import EvalResult, eval_batches, run_evaluation
 from dslaunch.train.objectives.sft import SftObjective
 from dslaunch.train.report import Report
@@ -37,7 +37,7 @@ class Job:
 
     plan: RunPlan
     world: World
-    engine: Engine
+    engine: TrainingEngine
     objective: SftObjective
     train: Corpus
     evaluation: Corpus | None

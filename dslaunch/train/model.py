@@ -124,7 +124,8 @@ def load_model(plan: RunPlan, tokenizer: Any) -> LoadedModel:
     """
     keep_alive = (_zero3_config(plan),) if plan.zero_stage == 3 else ()
     torch.manual_seed(plan.seed)  # new adapter weights must be the same on every rank
-    model = load_base_model(plan.model, DTYPES[plan.precision])
+    dtype = DTYPES[base_precision(plan)]
+    model = load_base_model(plan.model, dtype)
     if plan.zero_stage == 3:
         _check_partitioned(model, plan.model.path)
     check_vocabulary(model, tokenizer, plan.model.path)
@@ -134,11 +135,23 @@ def load_model(plan: RunPlan, tokenizer: Any) -> LoadedModel:
         notes.append(note)
     if plan.model.gradient_checkpointing:
         _enable_gradient_checkpointing(model)
-    _make_dtype_uniform(model, DTYPES[plan.precision])
+    _make_dtype_uniform(model, dtype)
     model.train()
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if plan.trained_in_fp32:
+        for parameter in trainable:
+            parameter.data = parameter.data.float()
     notes.append(_size_note(model, trainable))
     return LoadedModel(model, trainable, tuple(notes), keep_alive)
+
+
+def base_precision(plan: RunPlan) -> str:
+    """The type that the pretrained weights are loaded in.
+
+    Where what is trained is kept in fp32, the whole model is; what an adapter leaves frozen
+    is not trained and has the type that is computed in.
+    """
+    return "fp32" if plan.trained_in_fp32 and plan.adapter is None else plan.precision
 
 
 def check_vocabulary(model: Any, tokenizer: Any, name: str) -> None:

@@ -27,13 +27,14 @@ from dslaunch.train.data.dataset import TokenizingOptions, prepare_on_rank
 from dslaunch.train.data.isolation import check_packing_isolation
 from dslaunch.train.data.sampler import BatchSchedule
 from dslaunch.train.dist import World, barrier
-from dslaunch.train.engine import Engine, initialize
+from dslaunch.train.engine import TorchSettings, TrainingEngine, initialize, initialize_torch
 from dslaunch.train.loop import Job
 from dslaunch.train.model import DTYPES, LoadedModel, load_model, load_tokenizer
 from dslaunch.train.objectives.sft import SftObjective
 from dslaunch.train.report import Report
 from dslaunch.train.schedule import build_scheduler_factory
 from dslaunch.train.stopping import StopRequest
+from dslaunch.train.torch_optimizers import build_optimizer_factory
 from dslaunch.train.watch import Watch
 
 _PROGRESS_EVERY_S = 5.0
@@ -105,7 +106,7 @@ def build_job(
     for note in loaded.notes:
         say(world, note)
     _check_contexts(loaded, inputs, world)
-    say(world, f"starting DeepSpeed, ZeRO stage {plan.zero_stage}")
+    say(world, _engine_in_words(plan))
     engine = _build_engine(plan, loaded, inputs.schedule, world)
     if plan.data.packing:
         say(world, "checking that packed samples do not see each other")
@@ -221,11 +222,31 @@ def _check_contexts(loaded: LoadedModel, inputs: Inputs, world: World) -> None:
             say(world, f"note: {note}")
 
 
-def _build_engine(plan: RunPlan, loaded: LoadedModel, schedule: BatchSchedule, world: World) -> Engine:
+def _engine_in_words(plan: RunPlan) -> str:
+    if plan.engine == "deepspeed":
+        return f"starting DeepSpeed, ZeRO stage {plan.zero_stage}"
+    computes = "fp32" if plan.precision == "fp32" else f"{plan.precision} autocast"
+    return f"starting torch without DeepSpeed: {computes}, {plan.batch.world_size} ranks with the whole model"
+
+
+def _build_engine(
+    plan: RunPlan, loaded: LoadedModel, schedule: BatchSchedule, world: World
+) -> TrainingEngine:
+    scheduler = build_scheduler_factory(plan.scheduler, schedule.total_steps)
+    if plan.engine == "torch":
+        settings = TorchSettings(
+            precision=plan.precision,
+            gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
+            gradient_clipping=plan.gradient_clipping,
+            fp16=plan.fp16,
+        )
+        return initialize_torch(
+            loaded.model, settings, build_optimizer_factory(plan.optimizer), scheduler, world.device
+        )
     return initialize(
         loaded.model,
         dict(plan.ds_config),
-        lr_scheduler=build_scheduler_factory(plan.scheduler, schedule.total_steps),
+        lr_scheduler=scheduler,
         model_parameters=loaded.trainable,
         on_note=lambda text: say(world, f"note: {text}"),
         allow_untested_deepspeed=plan.allow_untested_deepspeed,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.run_dir import RunDir, checkpoint_step
@@ -21,6 +22,7 @@ from dslaunch.train.checkpoint.manifest import (
     read_manifest,
 )
 from dslaunch.train.checkpoint.pickles import check_pickle
+from dslaunch.train.engine import torch_state
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,10 @@ def load_trained_weights(checkpoint: Path) -> TrainedWeights:
     for name in manifest.files:
         if name.endswith(".pt"):
             check_pickle(checkpoint / name)
-    state = _read_stage_0(checkpoint) if manifest.zero_stage == 0 else _read_zero(checkpoint)
+    if manifest.engine == "torch":
+        state = load_file(checkpoint / torch_state.MODEL)
+    else:
+        state = _read_stage_0(checkpoint) if manifest.zero_stage == 0 else _read_zero(checkpoint)
     tensors = {name: state[name] for name in manifest.trainable if name in state}
     check_tensors(tensors, manifest.trainable, str(checkpoint))
     return TrainedWeights(checkpoint, manifest, {n: t.float() for n, t in tensors.items()})

@@ -17,12 +17,14 @@ from dslaunch.train.checkpoint.leftovers import restore_replaced
 from dslaunch.train.checkpoint.manifest import Manifest, candidates, find_fault, read_manifest
 from dslaunch.train.checkpoint.pickles import check_pickle
 from dslaunch.train.checkpoint.trained import are_same_sums, trainable_shapes, weight_sums
-from dslaunch.train.engine import Engine
+from dslaunch.train.engine import TrainingEngine
 
 Note = Callable[[str], None]
 
 
-def load_checkpoint(engine: Engine, root: Path, *, on_note: Note | None = None) -> dict[str, Any] | None:
+def load_checkpoint(
+    engine: TrainingEngine, root: Path, *, on_note: Note | None = None
+) -> dict[str, Any] | None:
     """Restore the newest whole checkpoint under ``root``. Collective.
 
     Returns the ``extra`` that was saved with it, or None where there is no checkpoint
@@ -55,7 +57,7 @@ def find_whole_checkpoint(root: Path, *, on_note: Note | None = None) -> Path | 
     return None
 
 
-def restore_checkpoint(engine: Engine, path: Path) -> Manifest:
+def restore_checkpoint(engine: TrainingEngine, path: Path) -> Manifest:
     """Load what :func:`find_whole_checkpoint` found into the engine; its manifest. Collective.
 
     Raises ConfigError, with the engine untouched, where world size, ZeRO stage, precision or
@@ -66,11 +68,7 @@ def restore_checkpoint(engine: Engine, path: Path) -> Manifest:
     _check_fits(engine, path, manifest)
     _check_pickles(engine, path, manifest)
     with dist.hold_deepspeeds_prints():
-        loaded, _ = engine.deepspeed.load_checkpoint(
-            str(path.parent), tag=path.name, load_module_strict=not manifest.trainable_only
-        )
-    if loaded is None:  # DeepSpeed's way to say that it found nothing
-        raise ConfigError(f"DeepSpeed loaded nothing from {path}")
+        engine.load_state(path, trainable_only=manifest.trainable_only)
     _check_weights(engine, path, manifest)
     rng.load_rng(path, engine.rank)
     return manifest
@@ -99,7 +97,7 @@ def _agreed(fault: str | None) -> str | None:
     return next((f"{text} (seen by rank {rank})" for rank, text in enumerate(found) if text), None)
 
 
-def _check_pickles(engine: Engine, path: Path, manifest: Manifest) -> None:
+def _check_pickles(engine: TrainingEngine, path: Path, manifest: Manifest) -> None:
     """DeepSpeed unpickles these files. Each rank looks through its share first, and all agree."""
     names = [name for name in manifest.files if name.endswith(".pt")]
     problem = None
@@ -113,7 +111,7 @@ def _check_pickles(engine: Engine, path: Path, manifest: Manifest) -> None:
         raise ConfigError(problem, hint="the file may run code when loaded: find out where it comes from")
 
 
-def _check_weights(engine: Engine, path: Path, manifest: Manifest) -> None:
+def _check_weights(engine: TrainingEngine, path: Path, manifest: Manifest) -> None:
     """What DeepSpeed has loaded is what was saved: it drops what it finds no place for without a word."""
     if not manifest.weight_sums:
         return
@@ -130,9 +128,15 @@ def _check_weights(engine: Engine, path: Path, manifest: Manifest) -> None:
     )
 
 
-def _check_fits(engine: Engine, path: Path, manifest: Manifest) -> None:
-    here = {"world size": engine.world_size, "ZeRO stage": engine.zero_stage, "precision": engine.precision}
+def _check_fits(engine: TrainingEngine, path: Path, manifest: Manifest) -> None:
+    here = {
+        "engine": engine.kind,
+        "world size": engine.world_size,
+        "ZeRO stage": engine.zero_stage,
+        "precision": engine.precision,
+    }
     saved = {
+        "engine": manifest.engine,
         "world size": manifest.world_size,
         "ZeRO stage": manifest.zero_stage,
         "precision": manifest.precision,

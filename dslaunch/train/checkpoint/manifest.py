@@ -35,6 +35,7 @@ class Manifest:
     ``trainable_only``: frozen parameters are not in the checkpoint (adapters).
     ``extra``: what the caller of ``save_checkpoint`` gave, plain JSON.
     ``files``: path inside the checkpoint -> entry, all files but the manifest.
+    ``engine``: whose state it is, ``deepspeed`` or ``torch``.
     ``weight_sums``: of each rank, what ``trained.weight_sums`` gave; empty in older checkpoints.
     """
 
@@ -48,6 +49,7 @@ class Manifest:
     extra: Mapping[str, Any]
     files: Mapping[str, FileEntry]
     weight_sums: tuple[tuple[float, float] | None, ...] = ()
+    engine: str = "deepspeed"
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from dslaunch.train.checkpoint.manifest import (
     read_manifest,
 )
 from dslaunch.train.checkpoint.trained import has_frozen, trainable_shapes, weight_sums
-from dslaunch.train.engine import Engine
+from dslaunch.train.engine import TrainingEngine
 
 # What torch.save says when it cannot write: caffe2/serialize/inline_container.cc and C++ streams.
 _TORCH_WRITE_ERRORS = (
@@ -43,7 +43,7 @@ _DEEPSPEED_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # copies that Deep
 
 
 def save_checkpoint(
-    engine: Engine, root: Path, step: int, *, extra: dict[str, Any], keep: int | None = None
+    engine: TrainingEngine, root: Path, step: int, *, extra: dict[str, Any], keep: int | None = None
 ) -> Path:
     """Write ``root/step-N`` with weights, optimizer, schedule, loss scale and RNG. Collective.
 
@@ -62,12 +62,7 @@ def save_checkpoint(
     dist.barrier(f"the checkpoint of step {step}")
     _prepare_root(engine, root)
     with _write_errors(temporary), dist.hold_deepspeeds_prints():
-        engine.deepspeed.save_checkpoint(
-            str(root),
-            tag=temporary.name,
-            save_latest=False,
-            exclude_frozen_parameters=has_frozen(engine.module),
-        )
+        engine.save_state(temporary, trainable_only=has_frozen(engine.module))
         rng.save_rng(temporary, engine.rank)
     dist.barrier(f"the end of writing the checkpoint of step {step}")
     with _write_errors(temporary):
@@ -80,7 +75,7 @@ def save_checkpoint(
     return root / name
 
 
-def _prepare_root(engine: Engine, root: Path) -> None:
+def _prepare_root(engine: TrainingEngine, root: Path) -> None:
     """Clear what a killed save left and see that the disk has room; all ranks learn of a problem."""
     problem = None
     if engine.rank == 0:
@@ -98,7 +93,7 @@ def _prepare_root(engine: Engine, root: Path) -> None:
         )
 
 
-def _missing_space(engine: Engine, root: Path) -> str | None:
+def _missing_space(engine: TrainingEngine, root: Path) -> str | None:
     free = shutil.disk_usage(root).free
     needed = expected_bytes(engine, root)
     if free >= needed:
@@ -106,7 +101,7 @@ def _missing_space(engine: Engine, root: Path) -> str | None:
     return f"{root} has {free / 2**30:.2f} GiB free, a checkpoint needs about {needed / 2**30:.2f} GiB"
 
 
-def expected_bytes(engine: Engine, root: Path) -> int:
+def expected_bytes(engine: TrainingEngine, root: Path) -> int:
     """Bytes the next checkpoint will take: as the last one did, else counted from the parameters.
 
     Counted: each trained parameter in the model's dtype, in fp32 and with two fp32
@@ -119,7 +114,7 @@ def expected_bytes(engine: Engine, root: Path) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12) for p in trained)
 
 
-def _hash_shared_out(engine: Engine, temporary: Path) -> dict[str, FileEntry]:
+def _hash_shared_out(engine: TrainingEngine, temporary: Path) -> dict[str, FileEntry]:
     """Sync and hash every file once, each rank its share.
 
     On a network disk a rank may not yet list what another has just written. So what any
@@ -131,12 +126,15 @@ def _hash_shared_out(engine: Engine, temporary: Path) -> dict[str, FileEntry]:
     return {name: merged[name] for name in names}
 
 
-def _manifest(engine: Engine, step: int, extra: dict[str, Any], files: dict[str, FileEntry]) -> Manifest:
+def _manifest(
+    engine: TrainingEngine, step: int, extra: dict[str, Any], files: dict[str, FileEntry]
+) -> Manifest:
     """What is known of the checkpoint, the same on every rank. Collective."""
     import deepspeed
 
     return Manifest(
         step=step,
+        engine=engine.kind,
         world_size=engine.world_size,
         zero_stage=engine.zero_stage,
         precision=engine.precision,

@@ -12,6 +12,17 @@ What DeepSpeed does wrong, and how each fault is cured or refused: docs/upstream
 
 from dslaunch.core.errors import Diverged
 from dslaunch.train.engine.engine import Engine, initialize
+from dslaunch.train.engine.protocol import TrainingEngine
 from dslaunch.train.engine.result import StepResult
+from dslaunch.train.engine.torch_engine import TorchEngine, TorchSettings, initialize_torch
 
-__all__ = ["Diverged", "Engine", "StepResult", "initialize"]
+__all__ = [
+    "Diverged",
+    "Engine",
+    "StepResult",
+    "TorchEngine",
+    "TorchSettings",
+    "TrainingEngine",
+    "initialize",
+    "initialize_torch",
+]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,6 +32,8 @@ class Engine:
 
     ``deepspeed`` is the engine beneath, for what is not wrapped here.
     """
+
+    kind: Literal["deepspeed"] = "deepspeed"
 
     def __init__(
         self,
@@ -87,11 +89,7 @@ class Engine:
         DeepSpeed averages over the W data-parallel ranks, so the sum is multiplied by
         W / num_tokens and its division by the accumulation steps is turned off.
         """
-        if num_tokens < 1:
-            raise ConfigError(
-                f"step {self.global_step}: {num_tokens} supervised tokens in the whole batch",
-                hint="see that the data has answers to train on and that they are not cut off by max_length",
-            )
+        check_num_tokens(self.global_step, num_tokens)
         loss_sum = loss_sum.float()
         self._window.add(loss_sum.detach() / num_tokens, num_tokens=num_tokens)
         self.deepspeed.backward(loss_sum * (self.world_size / num_tokens), scale_wrt_gas=False)
@@ -149,7 +147,7 @@ class Engine:
 
     @property
     def _skip_reason(self) -> SkipReason:
-        return "overflow" if self.precision == "fp16" else "non-finite gradient"
+        return skip_reason(self.precision)
 
     def _step_deepspeed(self) -> None:
         try:
@@ -158,13 +156,21 @@ class Engine:
             # runtime/fp16/loss_scaler.py raises a bare Exception with this text.
             if type(error) is not Exception or "loss scale already at minimum" not in str(error):
                 raise
-            raise Diverged(
-                f"step {self.global_step + 1}: the gradients overflow fp16 even at the minimum loss scale "
-                f"{self.loss_scale:g}",
-                hint="use bf16 (or fp32) where the device has it, or a lower learning rate",
-                verdict="at minimum",
-                step=self.global_step + 1,
-            ) from error
+            raise at_minimum_scale(self.global_step + 1, self.loss_scale) from error
+
+    def save_state(self, folder: Path, *, trainable_only: bool) -> None:
+        """Have DeepSpeed write its shards into ``folder``. Collective."""
+        self.deepspeed.save_checkpoint(
+            str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=trainable_only
+        )
+
+    def load_state(self, folder: Path, *, trainable_only: bool) -> None:
+        """Restore what :meth:`save_state` wrote. Collective. Raises ConfigError where nothing was loaded."""
+        loaded, _ = self.deepspeed.load_checkpoint(
+            str(folder.parent), tag=folder.name, load_module_strict=not trainable_only
+        )
+        if loaded is None:  # DeepSpeed's way to say that it found nothing
+            raise ConfigError(f"DeepSpeed loaded nothing from {folder}")
 
     @property
     def module(self) -> torch.nn.Module:
@@ -306,6 +312,30 @@ def initialize(
     return Engine(ds, precision=precision, trains=trains, notes=tuple(notes), watch=watching)
 
 
+def check_num_tokens(step: int, num_tokens: int) -> None:
+    """Raises ConfigError for a window without supervised tokens: it has no mean."""
+    if num_tokens < 1:
+        raise ConfigError(
+            f"step {step}: {num_tokens} supervised tokens in the whole batch",
+            hint="see that the data has answers to train on and that they are not cut off by max_length",
+        )
+
+
+def skip_reason(precision: str) -> SkipReason:
+    """What gradients that are not finite are called."""
+    return "overflow" if precision == "fp16" else "non-finite gradient"
+
+
+def at_minimum_scale(step: int, loss_scale: float) -> Diverged:
+    """The error of gradients that no loss scale can save."""
+    return Diverged(
+        f"step {step}: the gradients overflow fp16 even at the minimum loss scale {loss_scale:g}",
+        hint="use bf16 (or fp32) where the device has it, or a lower learning rate",
+        verdict="at minimum",
+        step=step,
+    )
+
+
 def _check_version(allowed: str | None) -> list[str]:
     import deepspeed
 
@@ -326,12 +356,13 @@ def _prepare(
     settings, clipping = ds_config.write_clipping(settings, name)
     settings, stage = ds_config.run_16bit_stage_0_as_stage_1(settings, name)
     ds_config.refuse_muon_that_is_clipped(settings, name)
-    notes = [clipping, stage, _permit_fp16(settings, allow_emulated_fp16)]
-    return settings, [note for note in notes if note]
+    fp16 = permit_fp16(ds_config.precision_of(settings), allow_emulated_fp16)
+    return settings, [note for note in (clipping, stage, fp16) if note]
 
 
-def _permit_fp16(settings: Mapping[str, Any], allow_emulated_fp16: bool) -> str | None:
-    if ds_config.precision_of(settings) != "fp16":
+def permit_fp16(precision: str, allow_emulated_fp16: bool) -> str | None:
+    """What is to be said of fp16 on this device. Raises ConfigError where it would have to be emulated."""
+    if precision != "fp16":
         return None
     from deepspeed.accelerator import get_accelerator
 

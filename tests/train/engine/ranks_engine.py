@@ -8,16 +8,24 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.train.engine import cases_behaviour, cases_gradients, cases_loss_scale, cases_norms, cases_stage_0
+from tests.train.engine import (
+    cases_behaviour,
+    cases_gradients,
+    cases_loss_scale,
+    cases_norms,
+    cases_stage_0,
+    cases_torch,
+)
 from tests.train.rank_cases import RANK, Case, run_cases
 
 
 def all_cases() -> dict[str, Case]:
-    modules = (cases_gradients, cases_loss_scale, cases_norms, cases_stage_0, cases_behaviour)
+    modules = (cases_gradients, cases_loss_scale, cases_norms, cases_stage_0, cases_behaviour, cases_torch)
     cases = {name: case for module in modules for name, case in module.all_cases().items()}
     return {**cases, **cases_norms.last_cases()}
 
 
 if __name__ == "__main__":
-    chosen = cases_gradients.token_mean_cases() if sys.argv[2:] == ["gradients"] else all_cases()
+    gradients = {**cases_gradients.token_mean_cases(), **cases_torch.gradient_cases()}
+    chosen = gradients if sys.argv[2:] == ["gradients"] else all_cases()
     run_cases(chosen, Path(sys.argv[1]), RANK)
