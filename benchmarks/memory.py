@@ -50,11 +50,18 @@ class Case:
     tied: bool = False
     sub_group_size: int = 1_000_000_000
     bucket: int = 20_000
+    engine: str = "deepspeed"
     task: str = "sft"  # "dpo" has a frozen reference beside it, "ppo" a reward model and a critic as well
 
     @property
     def name(self) -> str:
-        parts = [f"z{self.stage}", self.method, self.precision, f"gas{self.accumulation}", self.offload]
+        parts = [
+            "torch" if self.engine == "torch" else f"z{self.stage}",
+            self.method,
+            self.precision,
+            f"gas{self.accumulation}",
+            self.offload,
+        ]
         parts += ["tied"] if self.tied else []
         parts += [self.task] if self.task != "sft" else []
         parts += [f"bucket{self.bucket}"] if self.bucket != BUCKET else []
@@ -74,8 +81,13 @@ def cases(everything: bool) -> Iterator[Case]:
     for stage in (2, 3):
         yield Case(stage, task="dpo")
         yield Case(stage, task="ppo")
+    for method in ("full", "lora"):
+        yield Case(0, method, engine="torch", accumulation=2)
+    yield Case(0, engine="torch", precision="fp32")
     if not everything:
         return
+    yield Case(0, engine="torch", tied=True)
+    yield Case(0, "lora", engine="torch", precision="fp32")
     for stage in (0, 2, 3):
         for accumulation in (1, 2):
             yield Case(stage, "qlora", accumulation=accumulation)
@@ -260,7 +272,10 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
     with memory_events() as events:
         model = build_model(case)
         trained = [p for p in model.parameters() if p.requires_grad]
-        engine = deepspeed.initialize(model=model, config=ds_config(case), model_parameters=trained)[0]
+        if case.engine == "torch":
+            engine = torch_engine(case, model)
+        else:
+            engine = deepspeed.initialize(model=model, config=ds_config(case), model_parameters=trained)[0]
         others = other_engines(case)
         ids = torch.arange(16).unsqueeze(0)
         ignore.add(ids.untyped_storage().data_ptr())
@@ -276,13 +291,7 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
 
         train_critic(others)
         for step in range(STEPS):
-            for _ in range(case.accumulation):
-                loss = engine(input_ids=ids, labels=ids).loss
-                engine.backward(loss)
-                del loss
-                if engine.is_gradient_accumulation_boundary():
-                    break
-                engine.step()
+            run_passes(engine, case, ids)
             seen["after backward"] = live_bytes(engine, ignore)
             if step == STEPS - 1:  # the states are made in the first step: the second is the one that counts
                 inner.step = at_entry
@@ -292,10 +301,7 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
         before = []
         for step in range(repeats):
             with record_function(f"dslaunch passes {step}"):
-                for _ in range(case.accumulation):
-                    engine.backward(engine(input_ids=ids, labels=ids).loss)
-                    if not engine.is_gradient_accumulation_boundary():
-                        engine.step()
+                run_passes(engine, case, ids)
             before.append(live_bytes(engine, ignore))
             with record_function(f"dslaunch peak {step}"):
                 engine.step()
@@ -307,6 +313,39 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
         if hasattr(part, "destroy"):
             part.destroy()
     return seen
+
+
+def run_passes(engine: Any, case: Case, ids: Any) -> None:
+    """The forward and backward passes of one step, up to the step itself."""
+    for left in reversed(range(case.accumulation)):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        if left:
+            engine.step()
+
+
+def torch_engine(case: Case, model: Any) -> Any:
+    """The engine without DeepSpeed, its weights as the worker loads them."""
+    import torch
+
+    from dslaunch.train.dist import init_world
+    from dslaunch.train.engine import TorchSettings, initialize_torch
+
+    if case.method != "full" and case.precision == "bf16":
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    settings = TorchSettings(
+        precision=case.precision,  # type: ignore[arg-type]
+        gradient_accumulation_steps=case.accumulation,
+        gradient_clipping=1.0,
+    )
+    return initialize_torch(
+        model,
+        settings,
+        lambda trained: torch.optim.AdamW(trained, lr=1e-4),
+        lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0),
+        init_world().device,
+    )
 
 
 def train_critic(others: list[Any]) -> None:
@@ -367,7 +406,9 @@ def setup_of(case: Case, world_size: int) -> Any:
         trainable=facts.tensors if full else adapter_tensors(facts, r=R),
         frozen=() if full else frozen_tensors(facts, bytes_each=e, quantised=case.method == "qlora"),
         method=case.method,  # type: ignore[arg-type]
-        precision=case.precision,  # type: ignore[arg-type]
+        engine=case.engine,  # type: ignore[arg-type]
+        autocast=case.engine == "torch" and case.precision != "fp32",
+        precision="fp32" if case.engine == "torch" else case.precision,  # type: ignore[arg-type]
         zero_stage=case.stage,
         zero=ZeroOptions(
             reduce_bucket_size=case.bucket,

@@ -75,12 +75,19 @@ def _render(
     from dslaunch.config.paths import check_written_paths
     from dslaunch.config.render import render_ds_config
     from dslaunch.config.report import Report
+    from dslaunch.config.without_deepspeed import uses_torch
+    from dslaunch.core.errors import ConfigError
 
     if run_file is None:
         engine_flags, training = options.split_training(flags)
         loaded: Any = load_flags(set_, options.flag_overrides(engine_flags))
     else:
         loaded, training = options.load_run_spec(run_file, set_, options.run_file_flags(flags)), {}
+    if uses_torch(loaded.spec):
+        raise ConfigError(
+            f"{loaded.where('engine')}engine torch runs without DeepSpeed, so there is no JSON for it",
+            hint="dslaunch plan shows what it resolves to; for the JSON add --set engine=deepspeed",
+        )
     facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
     loaded = options.settle_auto(loaded, facts, training)
     report = Report(loaded, notes=list(loaded.notes))

@@ -19,7 +19,8 @@ def table(memory: Memory, shown: int) -> list[str]:
     """What a device, a host and a checkpoint take, what surprises, what else could be done."""
     setup, plan, model = memory.setup, memory.plan, memory.setup.model
     trained = f"{setup.numel:,} of {model.numel + (setup.numel if setup.method != 'full' else 0):,}"
-    lines = [f"memory: {trained} parameters trained ({model.source}), ZeRO stage {setup.zero_stage}"]
+    shards = f"ZeRO stage {setup.zero_stage}" if setup.engine == "deepspeed" else "torch without DeepSpeed"
+    lines = [f"memory: {trained} parameters trained ({model.source}), {shards}"]
     lines += ["each device:", *_items(plan.items)]
     lines += [
         f"  {'rest':<44} {gib(plan.rest_bytes)}",

@@ -312,7 +312,7 @@ def settle_auto(
     """
     from dslaunch.config.zero import auto_keys
 
-    if not auto_keys(loaded.spec.zero_optimization):
+    if not auto_keys(loaded.spec):
         for name in training or ():
             raise _without_auto(name)
         return loaded

@@ -57,7 +57,7 @@ def command(
         memory, disk = plan_memory.memory_of_run(plan, loaded), disk_of_run(plan)
         report = {**plan_report(plan), "length": asdict(length), **plan_memory.memory_report(memory)}
         report["disk"] = None if disk is None else disk.to_json()
-        lines = verdict_lines(plan.precision, plan.ds_config["zero_optimization"], plan.batch, memory)
+        lines = verdict_lines(plan.precision, plan.ds_config.get("zero_optimization"), plan.batch, memory)
         lines.insert(2, length_line(length))
         lines += ["", *plan_lines(plan, changed=changed), *length_lines(length)]
         lines += ["", *plan_memory.memory_lines(memory)] if memory else []
@@ -122,9 +122,12 @@ def length_lines(length: RunLength) -> list[str]:
 
 def dtypes_of(plan: RunPlan) -> dict[str, str]:
     """The type of everything that has one in the training of dslaunch's own worker."""
-    from dslaunch.config.precision import dtypes
+    from dslaunch.config.precision import dtypes, dtypes_without_deepspeed
 
-    found = dtypes(plan.precision, plan.ds_config, "full" if plan.adapter is None else "lora")
+    method = "full" if plan.adapter is None else "lora"
+    if plan.engine == "torch":
+        return dtypes_without_deepspeed(plan.precision, method)
+    found = dtypes(plan.precision, plan.ds_config, method)
     if plan.zero_stage == 0 and plan.precision == "bf16" and plan.batch.gradient_accumulation_steps > 1:
         found["gradient_accumulation"] = "fp32"  # the worker runs 16-bit stage 0 as stage 1, which can
     return found

@@ -63,7 +63,7 @@ def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:
     """The parameters of the model that a spec names. Raises ConfigError where they are not here."""
     from dslaunch.config.zero import auto_keys
 
-    key = auto_keys(loaded.spec.zero_optimization)[0]
+    key = auto_keys(loaded.spec)[0]
     model = loaded.spec.model
     if model is None:
         raise ConfigError(f"{key} auto: no model is given to plan for", hint="name it with --model")
@@ -117,7 +117,7 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
     loaded = load_flags(set_, options.flag_overrides(_with_a_batch(engine_flags, set_)))
     world = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
     world = replace(world, model_dtype=model_dtype(model_path))
-    if auto_keys(loaded.spec.zero_optimization):
+    if auto_keys(loaded.spec):
         loaded = settle_zero(loaded, world, facts, training_of(training))
     report = Report(loaded, notes=list(loaded.notes))
     resolved = resolve_engine(report, world)

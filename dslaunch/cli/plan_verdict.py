@@ -12,21 +12,23 @@ if TYPE_CHECKING:
 
 
 def verdict_lines(
-    precision: Precision, zero: Mapping[str, Any], batch: BatchPlan, memory: Memory | None
+    precision: Precision, zero: Mapping[str, Any] | None, batch: BatchPlan, memory: Memory | None
 ) -> list[str]:
     """Precision, stage and batch in two lines, then the memory: whether it fits, and what would.
 
-    ``zero``: the block of the DeepSpeed JSON.
+    ``zero``: the block of the DeepSpeed JSON; None without DeepSpeed.
     """
     from dslaunch.cli.memory_table import verdict
     from dslaunch.config.zero import OFFLOADS
 
-    away = [f"{name} {zero[name]['device']}" for name in OFFLOADS if name in zero]
+    away = [f"{name} {zero[name]['device']}" for name in OFFLOADS if zero and name in zero]
     offload = f" with {' and '.join(away)}" if away else ""
+    shards = f"ZeRO stage {zero['stage']}{offload}" if zero else "torch without DeepSpeed"
+    computes = precision if zero or precision == "fp32" else f"{precision} autocast"
     micro, steps = batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps
     ranks = "1 rank" if batch.world_size == 1 else f"{batch.world_size} ranks"
     return [
-        f"{precision}, ZeRO stage {zero['stage']}{offload}, {ranks}",
+        f"{computes}, {shards}, {ranks}",
         f"train_batch_size {batch.train_batch_size} = micro-batch {micro} x accumulation {steps} x {ranks}",
         *(verdict(memory) if memory else ["memory: not planned, the model is not on this machine"]),
     ]

@@ -15,6 +15,12 @@ from dslaunch.config.precision import communication_data_type, resolve_precision
 from dslaunch.config.report import Report
 from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec, Fp16Spec
+from dslaunch.config.without_deepspeed import (
+    check_keys,
+    gradscaler_in_words,
+    gradscaler_settings,
+    uses_torch,
+)
 from dslaunch.config.zero import resolve_zero
 from dslaunch.core.batch_size import ACCUMULATION, MICRO, TRAIN, solve_batch_sizes
 from dslaunch.core.devices import Device
@@ -52,9 +58,7 @@ def resolve_engine(
     """
     spec: EngineSpec = report.loaded.spec
     hosts = hosts or _resolve_hosts(spec, facts, report)
-    stage = spec.zero_optimization.stage
-    assert stage != "auto", "settle_zero comes first"
-    zero_options = resolve_zero(spec.zero_optimization, facts, report)
+    stage, zero_options = _resolve_zero(spec, facts, report)
     adapter = isinstance(spec, RunSpec) and spec.adapter is not None
     chosen = resolve_optimizer(
         spec.optimizer,
@@ -75,7 +79,7 @@ def resolve_engine(
     if batch is None or precision is None:
         _check_raw_keys(report, facts, zero_options, chosen, batch, precision)
         return None
-    if stage == 0:
+    if stage == 0 and not uses_torch(spec):
         _note_stage_0(precision, isinstance(spec, RunSpec), report)
     return _engine_plan(spec, zero_options, chosen, batch, precision, fp16, hosts.devices), hosts
 
@@ -89,13 +93,12 @@ def _engine_plan(
     fp16: Fp16Plan | None,
     devices: Sequence[Device] | None,
 ) -> EnginePlan:
-    stage = spec.zero_optimization.stage
-    assert stage != "auto"
+    stage = _stage(spec)
     return EnginePlan(
         precision=precision,
         fp16=fp16,
         grad_accum_dtype=_grad_accum_dtype(stage, precision, batch),
-        communication_data_type=communication_data_type(precision, devices),
+        communication_data_type=None if uses_torch(spec) else communication_data_type(precision, devices),
         zero_stage=stage,
         zero_options=zero_options,
         gradient_clipping=spec.gradient_clipping,
@@ -119,7 +122,7 @@ def _check_raw_keys(
     place of what is None; what is found of keys that hang on them is left out.
     """
     spec: EngineSpec = report.loaded.spec
-    if not spec.deepspeed:
+    if not spec.deepspeed or uses_torch(spec):
         return
     from dslaunch.config.render import render_ds_config  # it imports this module
 
@@ -138,6 +141,25 @@ def _check_raw_keys(
         for problem in trial.problems
         if problem.key.startswith("deepspeed.") and problem.key.split(".")[1] not in unsure
     ]
+
+
+def _resolve_zero(
+    spec: EngineSpec, facts: Facts, report: Report
+) -> tuple[Literal[0, 1, 2, 3], dict[str, Any]]:
+    """The stage, and the rest of the block; nothing is sharded without DeepSpeed."""
+    if uses_torch(spec):
+        check_keys(report)
+        report.reason("zero_stage", "engine torch shards nothing")
+        return 0, {}
+    return _stage(spec), resolve_zero(spec.zero_optimization, facts, report)
+
+
+def _stage(spec: EngineSpec) -> Literal[0, 1, 2, 3]:
+    if uses_torch(spec):
+        return 0
+    stage = spec.zero_optimization.stage
+    assert stage != "auto", "settle_zero comes first"
+    return stage
 
 
 def _resolve_hosts(spec: EngineSpec, facts: Facts, report: Report) -> ResolvedHosts | None:
@@ -208,8 +230,8 @@ def _fp16(spec: EngineSpec, precision: Precision, report: Report) -> Fp16Plan | 
         if report.given("fp16"):
             report.warn("fp16", f"{report.loaded.where('fp16')}fp16 is not used: precision is {precision}")
         return None
-    part = spec.fp16
-    _explain_fp16(part, report)
+    part = gradscaler_settings(spec.fp16, report) if uses_torch(spec) else spec.fp16
+    _explain_fp16(part, report, gradscaler=uses_torch(spec))
     if part.loss_scale != "dynamic":
         _fail_dynamic_keys(part.loss_scale, report)
     elif part.min_loss_scale > 2**part.initial_scale_power:
@@ -231,11 +253,12 @@ def _fail_dynamic_keys(scale: float, report: Report) -> None:
             report.fail(name, message, f"remove {key}, or write loss_scale: dynamic")
 
 
-def _explain_fp16(part: Fp16Spec, report: Report) -> None:
+def _explain_fp16(part: Fp16Spec, report: Report, *, gradscaler: bool) -> None:
     values = dict(part)
     if values["loss_scale"] == "dynamic":
         values["loss_scale"] = 0
-    for key, words in settings_in_words(LossScaleRule(**values)).items():
+    found = gradscaler_in_words(part) if gradscaler else settings_in_words(LossScaleRule(**values))
+    for key, words in found.items():
         name = f"fp16.{key}"
         source = report.loaded.positions[name] if report.given(name) else "default"
         report.reason(name, words, source)

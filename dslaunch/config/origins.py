@@ -49,7 +49,7 @@ def plan_values(plan: RunPlan) -> Iterator[tuple[str, Any]]:
     for f in dataclasses.fields(plan):
         if f.name not in _WITHOUT_ORIGIN:
             yield from _walk(f.name, getattr(plan, f.name))
-        if f.name == "zero_stage":
+        if f.name == "zero_stage" and plan.engine == "deepspeed":
             yield from _zero_values(plan.ds_config["zero_optimization"])
 
 

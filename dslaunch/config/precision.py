@@ -65,6 +65,14 @@ def dtypes(precision: Precision, config: Mapping[str, Any], method: str) -> dict
     return found
 
 
+def dtypes_without_deepspeed(precision: Precision, method: str) -> dict[str, str]:
+    """The same with engine torch: trained weights, sums and what is sent are fp32."""
+    found = {"model": "fp32"} if method == "full" else {"model": precision, "adapter": "fp32"}
+    if precision != "fp32":
+        found["autocast"] = precision
+    return {**found, "master_weights": "fp32", "gradient_accumulation": "fp32", "communication": "fp32"}
+
+
 def _choose(groups: Sequence[DeviceGroup]) -> ChosenPrecision:
     devices = [group.device for group in groups]
     names = ", ".join(dict.fromkeys(map(str, groups)))

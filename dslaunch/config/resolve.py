@@ -77,12 +77,14 @@ def resolve_into(
     check_env(loaded.spec.launch, report)
     if engine is not None:
         _check_watch(loaded.spec, engine[0].fp16, report)
-    ds_config = render_ds_config(engine[0], report, facts, engine[1].devices) if engine else {}
+    renders = engine is not None and loaded.spec.engine == "deepspeed"
+    ds_config = render_ds_config(engine[0], report, facts, engine[1].devices) if engine and renders else {}
     if engine is None or report.problems:
         return None
     return RunPlan(
         name=loaded.spec.name or default_name,
         task=loaded.spec.task,
+        engine=loaded.spec.engine,
         seed=loaded.spec.seed,
         model=model,
         data=data,

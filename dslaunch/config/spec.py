@@ -179,6 +179,11 @@ class RunSpec(EngineSpec):
         description="Name of the run: letters, digits, `.`, `_`, `-`. Default: the file's name.",
     )
     task: Literal["sft"] = Field("sft", description="What is trained for. sft: supervised fine-tuning.")
+    engine: Literal["deepspeed", "torch"] = Field(
+        "deepspeed",
+        description="`torch`: without DeepSpeed, by autocast, GradScaler and DistributedDataParallel; every"
+        " rank then holds the whole model in fp32.",
+    )
     seed: NonNegativeInt = Field(42, lt=2**32, description="Seed of data order, adapter weights and dropout.")
     model: Annotated[ModelSpec, PathAsMapping] = Field(description="The model to train.")
     data: DataSpec = Field(description="Training and held-out data.")

@@ -6,7 +6,8 @@ from typing import Any
 
 from dslaunch.config.facts import Facts
 from dslaunch.config.report import Report
-from dslaunch.config.spec_engine import OffloadSpec, ZeroSpec
+from dslaunch.config.spec_engine import EngineSpec, OffloadSpec, ZeroSpec
+from dslaunch.config.without_deepspeed import uses_torch
 
 # Stages at which DeepSpeed 0.19.8 reads each key (runtime/engine.py, _configure_zero_optimizer,
 # and the constructors it calls).
@@ -31,8 +32,11 @@ _GATHER = "stage3_gather_16bit_weights_on_model_save"
 OFFLOADS = ("offload_optimizer", "offload_param")
 
 
-def auto_keys(zero: ZeroSpec) -> list[str]:
-    """The keys of the run file that leave their value to the memory plan."""
+def auto_keys(spec: EngineSpec) -> list[str]:
+    """The keys of the run file that leave their value to the memory plan; none without DeepSpeed."""
+    if uses_torch(spec):
+        return []
+    zero = spec.zero_optimization
     keys = ["zero_optimization.stage"] if zero.stage == "auto" else []
     return keys + [f"zero_optimization.{name}" for name in OFFLOADS if offload_device(zero, name) == "auto"]
 

@@ -63,7 +63,7 @@ def settle_zero(
     comes back with the last candidate in it: resolving it shows them, all at once.
     """
     zero = loaded.spec.zero_optimization
-    key = auto_keys(zero)[0]
+    key = auto_keys(loaded.spec)[0]
     tried: list[_Tried[S]] = []
     trial = loaded
     for candidate, micro in _candidates(zero, _micro_batches(loaded, facts)):

@@ -74,7 +74,7 @@ def render_run_files(plan: RecordedPlan, launch_script: str) -> tuple[RunFile, .
     """
     run_dir = RunDir(Path(plan.launch.run_dir))
     files = [RunFile(run_dir.plan, _json_text(to_json(plan)))]
-    if isinstance(plan, RunPlan):
+    if isinstance(plan, RunPlan) and plan.engine == "deepspeed":
         files.append(RunFile(run_dir.ds_config, _json_text(plan.ds_config)))
     files.append(RunFile(run_dir.hostfile, render_hostfile(plan.launch.topology.hosts)))
     files.append(RunFile(run_dir.launch_script, launch_script, is_program=True))

@@ -88,7 +88,7 @@ def _check_plan(
         text = risk.text.removeprefix(loaded.where(risk.key))
         code = "risk" if risk.severity == "warning" else "advice"
         found.append(Finding(code, risk.severity, risk.key, text, loaded.line(risk.key) or None))
-    if auto_keys(loaded.spec.zero_optimization):
+    if auto_keys(loaded.spec):
         if not certain and not machine.problems:
             found += _check_memory(path, loaded, facts, machine, target, load_model)
     elif target.world_size is None and not (machine.world_known and machine.devices_known):
@@ -120,7 +120,7 @@ def _check_memory(
     load_model: LoadModel | None,
 ) -> list[Finding]:
     """What the memory plan makes of an ``auto``, where the file itself says hosts and devices."""
-    key = auto_keys(loaded.spec.zero_optimization)[0]
+    key = auto_keys(loaded.spec)[0]
     line = loaded.line(key) or None
     asked = target.world_size is not None or target.devices is not None
     if asked or load_model is None or not (machine.world_known and machine.devices_known):

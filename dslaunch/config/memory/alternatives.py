@@ -95,7 +95,12 @@ def _place(alternative: Alternative) -> tuple[bool, bool, int, int, int]:
 def _changed(setup: Setup) -> Iterator[Setup]:
     low = setup.precision != "fp32"
     # DeepSpeed's 16-bit stage 0 computes wrong (docs/upstream.md); one rank gains nothing by sharding.
-    stages = [stage for stage in (0, 1, 2, 3) if stage == setup.zero_stage or stage > 0 or not low]
+    alone = setup.engine == "torch"
+    stages = (
+        [0]
+        if alone
+        else [stage for stage in (0, 1, 2, 3) if stage == setup.zero_stage or stage > 0 or not low]
+    )
     recompute = [setup.gradient_checkpointing] if setup.gradient_checkpointing else [False, True]
     micro = sorted({setup.micro_batch, 1}, reverse=True)
     buckets = sorted({setup.zero.reduce_bucket_size, fitted_bucket(setup)}, reverse=True)
@@ -121,7 +126,7 @@ def _changed(setup: Setup) -> Iterator[Setup]:
 
 def _offloads(setup: Setup, stage: int) -> Iterator[tuple[Offload | None, Offload | None]]:
     yield None, None
-    if stage == 0 or setup.device_type == "cpu":
+    if stage == 0 or setup.engine == "torch" or setup.device_type == "cpu":
         return
     yield "cpu", None
     if stage == 3 and setup.method != "qlora":

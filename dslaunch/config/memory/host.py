@@ -41,7 +41,7 @@ def host_items(setup: Setup, offloaded: list[Item], rank_peak: int) -> list[Item
 def checkpoint_bytes(setup: Setup) -> int:
     """Bytes on disk of one DeepSpeed checkpoint, over all ranks."""
     parts = (0 if setup.exclude_frozen else len(setup.frozen)) + len(setup.trainable)
-    overhead = _FILES_BYTES + _TENSOR_BYTES * parts
+    overhead = _TENSOR_BYTES * parts + (_FILES_BYTES if setup.engine == "deepspeed" else 0)
     e, numel, state = setup.bytes_each, setup.numel, setup.optimizer.state
     frozen = 0 if setup.exclude_frozen else sum(part.nbytes for part in setup.frozen)
     if setup.zero_stage == 3:

@@ -22,7 +22,7 @@ from dslaunch.config.memory.setup import (
 )
 from dslaunch.config.memory.tensors import ModelFacts
 from dslaunch.config.spec import AdapterSpec, RunSpec
-from dslaunch.core.plan import AdapterPlan, BatchPlan, Precision, RunPlan
+from dslaunch.core.plan import AdapterPlan, BatchPlan, EngineKind, OptimizerPlan, Precision, RunPlan
 from dslaunch.core.topology import Host
 
 _ATTENTION: dict[str, Attention] = {"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "flash"}
@@ -50,6 +50,8 @@ def setup_of_run(plan: RunPlan, facts: ModelFacts) -> Setup:
         facts,
         plan.ds_config,
         plan.adapter,
+        engine=plan.engine,
+        torch_optimizer=plan.optimizer,
         zero_stage=plan.zero_stage,
         precision=plan.precision,
         batch=plan.batch,
@@ -70,6 +72,8 @@ def setup_of_spec(
         facts,
         config,
         spec.adapter,
+        engine=spec.engine,
+        torch_optimizer=engine.optimizer,
         zero_stage=engine.zero_stage,
         precision=engine.precision,
         batch=engine.batch,
@@ -87,6 +91,8 @@ def _worker_setup(
     config: Mapping[str, Any],
     adapter: AdapterPlan | AdapterSpec | None,
     *,
+    engine: EngineKind,
+    torch_optimizer: OptimizerPlan,
     zero_stage: int,
     precision: Precision,
     batch: BatchPlan,
@@ -97,8 +103,15 @@ def _worker_setup(
     gradient_checkpointing: bool,
     attention: Attention,
 ) -> Setup:
-    """Our worker runs 16-bit stage 0 as stage 1 (docs/upstream.md)."""
+    """Our worker runs 16-bit stage 0 as stage 1 (docs/upstream.md).
+
+    With engine torch what is trained is fp32; what an adapter leaves frozen is not.
+    """
     e = 4 if precision == "fp32" else 2
+    alone = engine == "torch"
+    if alone:
+        params = {**torch_optimizer.params, "torch_adam": True}
+        config = {"optimizer": {"type": torch_optimizer.type, "params": params}}
     trainable = facts.tensors
     if adapter is not None:
         trainable = adapter_tensors(
@@ -108,14 +121,16 @@ def _worker_setup(
             dora=adapter.type == "dora",
             modules_to_save=adapter.modules_to_save,
         )
-    stage_0_as_1 = zero_stage == 0 and e == 2
+    stage_0_as_1 = zero_stage == 0 and e == 2 and not alone
     several = batch.gradient_accumulation_steps > 1
     return Setup(
         model=facts,
         trainable=trainable,
         frozen=() if adapter is None else frozen_tensors(facts, bytes_each=e),
         method="full" if adapter is None else "lora",
-        precision=precision,
+        engine=engine,
+        autocast=alone and e == 2,
+        precision="fp32" if alone else precision,
         zero_stage=1 if stage_0_as_1 else zero_stage,
         zero=zero_options(config),
         world_size=batch.world_size,

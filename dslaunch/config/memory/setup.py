@@ -9,7 +9,7 @@ from typing import Literal
 
 from dslaunch.config.memory.adapter import adapter_tensors, linear_weights, nf4_bytes
 from dslaunch.config.memory.tensors import ModelFacts, Tensor
-from dslaunch.core.plan import Precision
+from dslaunch.core.plan import EngineKind, Precision
 
 Method = Literal["full", "lora", "qlora"]
 Attention = Literal["sdpa", "flash", "eager"]
@@ -72,12 +72,15 @@ class Setup:
     transformers' own or dslaunch's. ``ranks_per_host`` is that of the fullest host. ``task``: dpo and
     reward take two sequences a sample; ``roles`` has the other models of a task. ``value_head``: a row of
     ``hidden`` in place of the lm head. ``precomputed_reference``: its log-probs come with the data.
+    ``autocast``: what is trained is fp32 and computed with in 16 bits, as ``precision`` fp32 counts it.
     """
 
     model: ModelFacts
     trainable: tuple[Tensor, ...]
     frozen: tuple[Frozen, ...]
     method: Method = "full"
+    engine: EngineKind = "deepspeed"
+    autocast: bool = False
     precision: Precision
     zero_stage: int
     zero: ZeroOptions = field(default_factory=ZeroOptions)

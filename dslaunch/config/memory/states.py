@@ -27,7 +27,9 @@ _STAGE_0_FLAT = 500_000_000  # engine.allreduce_bucket: a constant, whatever red
 
 def state_items(setup: Setup, rank: int) -> list[Item]:
     """The items of ``rank``; zero-sized ones are left out."""
-    if setup.zero_stage == 0:
+    if setup.engine == "torch":
+        items = _torch(setup)
+    elif setup.zero_stage == 0:
         items = _stage_0(setup)
     elif setup.zero_stage == 3:
         items = _stage_3(setup)
@@ -49,6 +51,21 @@ def frozen_bytes(setup: Setup) -> int:
 def gradient_phases(setup: Setup) -> tuple[str, ...]:
     """While gradients wait for the step: with accumulation through the next passes as well."""
     return PASSES if setup.accumulation > 1 else (BACKWARD,)
+
+
+def _torch(setup: Setup) -> list[Item]:
+    """DistributedDataParallel: its buckets are the gradients, and are made anew in the second step."""
+    numel = setup.numel
+    largest = max((tensor.numel for tensor in setup.trainable), default=0)
+    return [
+        Item("frozen weights", frozen_bytes(setup)),
+        Item("weights", 4 * numel),
+        Item("gradients", 4 * numel),
+        Item("optimizer states", setup.optimizer.state * numel),
+        Item("DDP's first buckets", 4 * numel if setup.world_size > 1 else 0, PASSES),
+        Item("16-bit copies of the weights (autocast)", 2 * numel if setup.autocast else 0, PASSES),
+        Item("optimizer's temporaries", setup.optimizer.temporary * largest, (UPDATE,)),
+    ]
 
 
 def _stage_0(setup: Setup) -> list[Item]:

@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import Fp16Plan
 from dslaunch.train.engine import torch_state
-from dslaunch.train.engine.engine import at_minimum_scale, check_num_tokens, fp16_notes
-from dslaunch.train.engine.result import SkipReason, StepResult
+from dslaunch.train.engine.engine import at_minimum_scale, check_num_tokens, permit_fp16, skip_reason
+from dslaunch.train.engine.gradient_witness import LocalGradients
+from dslaunch.train.engine.result import StepResult
 from dslaunch.train.engine.window import Window
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,7 +56,7 @@ def initialize_torch(
     ``allow_emulated_fp16`` and ``on_note`` are those of ``initialize``. Raises ConfigError where
     nothing is trained, a trained parameter is not in fp32, or the device has no fp16.
     """
-    for note in fp16_notes(allow_emulated_fp16) if settings.precision == "fp16" else ():
+    if note := permit_fp16(settings.precision, allow_emulated_fp16):
         on_note(note)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
@@ -100,6 +101,7 @@ class TorchEngine:
         self._fp16 = settings.fp16 or Fp16Plan()
         self._autocast_dtype = _AUTOCAST.get(settings.precision)
         self._window = Window(device)
+        self._gradients = LocalGradients(model.parameters())
         self._micro_steps = 0  # micro-batches of this window that have ended
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._forward: Callable[..., Any] = _distribute(model, device) if self.world_size > 1 else model
@@ -151,7 +153,8 @@ class TorchEngine:
             step=self.global_step,
             lr=lr,
             loss_scale=loss_scale,
-            skip_reason=None if applied else self._skip_reason(),
+            next_loss_scale=self.loss_scale,
+            skip_reason=None if applied else skip_reason(self.precision),
             num_tokens=num_tokens,
             gradient_clipping=self.gradient_clipping,
             grad_norm=norm if applied else math.inf,
@@ -192,6 +195,7 @@ class TorchEngine:
 
     def _backward(self, loss: torch.Tensor) -> None:
         self.scaler.scale(loss).backward()
+        self._window.add_gradients(self._gradients.take())
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast_dtype is None:
@@ -231,13 +235,10 @@ class TorchEngine:
             return
         floor = float(self._fp16.min_loss_scale)
         if not applied and used <= floor:
-            raise at_minimum_scale(self.global_step, used)
+            raise at_minimum_scale(self.global_step + 1, used)
         self.scaler.update()
         if not applied and self.loss_scale < floor:
             self.scaler.update(floor)
-
-    def _skip_reason(self) -> SkipReason:
-        return "overflow" if self.precision == "fp16" else "non-finite gradient"
 
 
 def _build_scaler(settings: TorchSettings, device: torch.device) -> torch.amp.GradScaler:

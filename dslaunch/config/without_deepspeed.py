@@ -1,0 +1,81 @@
+"""``engine: torch``: what of a run file acts without DeepSpeed, and what of its loss scale torch has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dslaunch.config.report import Report
+from dslaunch.config.spec import RunSpec
+from dslaunch.config.spec_engine import EngineSpec, Fp16Spec, ZeroSpec
+
+# What dslaunch/train/torch_optimizers.py makes.
+OPTIMIZERS = ("AdamW", "Adam", "SGD")
+
+
+def uses_torch(spec: EngineSpec) -> bool:
+    """Whether a run file asks for the engine without DeepSpeed."""
+    return isinstance(spec, RunSpec) and spec.engine == "torch"
+
+
+def check_keys(report: Report) -> None:
+    """Each key that is given and acts with DeepSpeed only is a problem in ``report``."""
+    spec: RunSpec = report.loaded.spec
+    _check_zero(spec.zero_optimization, report)
+    for key in ("deepspeed", "deepspeed_template"):
+        if report.given(key) or getattr(spec, key):
+            report.fail(key, f"{key} is for the DeepSpeed JSON, and engine is torch", f"remove {key}")
+    if spec.optimizer.type not in OPTIMIZERS:
+        report.fail(
+            "optimizer.type",
+            f"optimizer.type {spec.optimizer.type} does not run with engine torch",
+            f"use {', '.join(OPTIMIZERS)}, or engine: deepspeed",
+        )
+    if spec.optimizer.params.torch_adam is False:
+        key = "optimizer.params.torch_adam"
+        report.fail(key, f"{key} false asks for DeepSpeed's Adam, and engine is torch", "remove torch_adam")
+
+
+def gradscaler_settings(part: Fp16Spec, report: Report) -> Fp16Spec:
+    """The ``fp16`` section as torch.amp.GradScaler can follow it: without hysteresis.
+
+    What was written of hysteresis is a problem in ``report``.
+    """
+    why = "GradScaler halves the scale at every overflow"
+    if report.given("fp16.hysteresis") and part.hysteresis != 1:
+        message = f"fp16.hysteresis {part.hysteresis} does not act with engine torch: {why}"
+        report.fail("fp16.hysteresis", message, "set it to 1, or use engine: deepspeed")
+    if part.consecutive_hysteresis:
+        key = "fp16.consecutive_hysteresis"
+        report.fail(key, f"{key} does not act with engine torch: {why}", "remove it")
+    return part.model_copy(update={"hysteresis": 1, "consecutive_hysteresis": False})
+
+
+def gradscaler_in_words(part: Fp16Spec) -> dict[str, str]:
+    """What each setting of the section does with GradScaler; of a static scale there is only one."""
+    if part.loss_scale != "dynamic":
+        return {"loss_scale": f"static scale {part.loss_scale:g}: overflows only skip their step"}
+    power, window = part.initial_scale_power, part.loss_scale_window
+    return {
+        "loss_scale": "dynamic: torch.amp.GradScaler",
+        "initial_scale_power": f"init_scale 2^{power} = {2**power}",
+        "loss_scale_window": f"growth_interval: doubles after {window} steps in a row without overflow",
+        "hysteresis": "GradScaler has none: every overflow skips its step and halves the scale",
+        "consecutive_hysteresis": "GradScaler has no hysteresis",
+        "min_loss_scale": f"an overflow at scale {part.min_loss_scale:g} stops the run",
+    }
+
+
+def _check_zero(zero: ZeroSpec, report: Report) -> None:
+    for name in type(zero).model_fields:
+        value: Any = getattr(zero, name)
+        key = f"zero_optimization.{name}"
+        if value is None or not report.given(key) or (name, value) == ("stage", 0):
+            continue
+        if name == "stage":
+            report.fail(
+                key,
+                f"{key} {value}: engine torch shards nothing, each rank holds the whole model and its states",
+                "set it to 0 (--set zero_optimization.stage=0), or use engine: deepspeed",
+            )
+        else:
+            report.fail(key, f"{key} acts with DeepSpeed only, and engine is torch", f"remove {name}")
