@@ -14,6 +14,7 @@ from dslaunch.core.plan import (
     BatchPlan,
     DataPlan,
     DataSource,
+    EngineKind,
     LaunchPlan,
     ModelPlan,
     OptimizerPlan,
@@ -55,9 +56,12 @@ def make_plan(
     packing: bool = False,
     max_length: int = 128,
     lr: float = 1e-3,
+    gradient_clipping: float = 1.0,
+    optimizer: OptimizerPlan | None = None,
     output: Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
     ds_config: Mapping[str, Any] | None = None,
+    engine: EngineKind = "deepspeed",
 ) -> RunPlan:
     """A plan whose run directory is ``root/run``; the worker can be started on it at once."""
     run_dir = root / "run"
@@ -82,9 +86,9 @@ def make_plan(
         adapter=adapter,
         precision=precision,  # type: ignore[arg-type]
         fp16=None,
-        zero_stage=zero_stage,  # type: ignore[arg-type]
-        gradient_clipping=1.0,
-        optimizer=OptimizerPlan(type="AdamW", lr=lr, params={"lr": lr}),
+        zero_stage=zero_stage if engine == "deepspeed" else 0,  # type: ignore[arg-type]
+        gradient_clipping=gradient_clipping,
+        optimizer=optimizer or OptimizerPlan(type="AdamW", lr=lr, params={"lr": lr, "weight_decay": 0.0}),
         scheduler=SchedulerPlan(type="linear", warmup_steps=2),
         batch=batch,
         num_train_epochs=num_train_epochs,
@@ -96,8 +100,11 @@ def make_plan(
             run_dir=str(run_dir),
             cwd=str(root),
         ),
-        ds_config={**_ds_config(batch, zero_stage, precision, lr), **(ds_config or {})},
+        ds_config={**_ds_config(batch, zero_stage, precision, lr), **(ds_config or {})}
+        if engine == "deepspeed"
+        else {},
         origins={},
+        engine=engine,
     )
 
 

@@ -61,6 +61,15 @@ def _plans(root: Path) -> dict[str, RunPlan]:
             "model": {"gradient_checkpointing": True},
         },
         "s3-dora": {"zero_stage": 3, "adapter": dora},
+        "torch-full-bf16": {"engine": "torch", "precision": "bf16"},
+        "torch-dropout-bf16": {
+            "engine": "torch",
+            "precision": "bf16",
+            "adapter": dropout,
+            "max_steps": 8,
+            "output": {"save_steps": 3, "eval_steps": 4},
+            "eval_data": held_out,
+        },
         # 24 samples, 8 a step: the eight steps go through two epochs and into the third.
         "s2-dropout": {
             "zero_stage": 2,

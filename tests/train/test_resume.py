@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from dslaunch.core.plan import RunPlan
@@ -17,9 +18,9 @@ from tests.train.conftest import FinishedRuns
 EXACT = ("loss", "grad_norm", "lr", "data_digest", "num_supervised_tokens", "epoch", "skipped")
 
 
-def _copy_stopped_at_step_3(runs: FinishedRuns, target: Path) -> RunPlan:
-    plan = in_directory(runs.plans["s2-dropout"], target)
-    shutil.copytree(runs.run_dir("s2-dropout"), plan.launch.run_dir)
+def _copy_stopped_at_step_3(runs: FinishedRuns, target: Path, name: str = "s2-dropout") -> RunPlan:
+    plan = in_directory(runs.plans[name], target)
+    shutil.copytree(runs.run_dir(name), plan.launch.run_dir)
     save_plan(plan)
     checkpoints = Path(plan.launch.run_dir) / "checkpoints"
     for later in ("step-6", "step-8"):
@@ -28,8 +29,9 @@ def _copy_stopped_at_step_3(runs: FinishedRuns, target: Path) -> RunPlan:
     return plan
 
 
-def test_resumed_run_equals_straight_run(finished_runs: FinishedRuns, tmp_path: Path) -> None:
-    plan = _copy_stopped_at_step_3(finished_runs, tmp_path)
+@pytest.mark.parametrize("name", ["s2-dropout", "torch-dropout-bf16"])
+def test_resumed_run_equals_straight_run(finished_runs: FinishedRuns, tmp_path: Path, name: str) -> None:
+    plan = _copy_stopped_at_step_3(finished_runs, tmp_path, name)
     run_dir = Path(plan.launch.run_dir)
     # `latest` still names step-8, which is gone: the newest one that is there must be found.
     results = run_ranks(
@@ -38,7 +40,7 @@ def test_resumed_run_equals_straight_run(finished_runs: FinishedRuns, tmp_path: 
     check_ranks(results)
     assert "resuming at step 3 of 8" in results[0].stderr
 
-    straight_metrics = finished_runs.run_dir("s2-dropout") / "metrics.jsonl"
+    straight_metrics = finished_runs.run_dir(name) / "metrics.jsonl"
     straight = read_rows(straight_metrics, "train")[3:]
     resumed = read_rows(run_dir / "metrics.jsonl", "train")
     assert [row["step"] for row in resumed] == [4, 5, 6, 7, 8]
@@ -49,18 +51,19 @@ def test_resumed_run_equals_straight_run(finished_runs: FinishedRuns, tmp_path: 
     assert evals == [row["loss"] for row in read_rows(straight_metrics, "eval")][1:]
 
     export_checkpoint(run_dir, tmp_path / "resumed")
-    export_checkpoint(finished_runs.run_dir("s2-dropout"), tmp_path / "straight")
+    export_checkpoint(finished_runs.run_dir(name), tmp_path / "straight")
     files = [tmp_path / name / "adapter_model.safetensors" for name in ("resumed", "straight")]
     weights, expected = (load_file(file) for file in files)
     assert weights.keys() == expected.keys()
     assert all(bool((weights[name] == expected[name]).all()) for name in expected)
 
 
-def test_dropout_is_on_so_the_random_state_matters(finished_runs: FinishedRuns) -> None:
+@pytest.mark.parametrize("name", ["s2-dropout", "torch-dropout-bf16"])
+def test_dropout_is_on_so_the_random_state_matters(finished_runs: FinishedRuns, name: str) -> None:
     """Guards the test above: if dropout did nothing, it would not notice a lost random state."""
-    first = read_rows(finished_runs.run_dir("s2-dropout") / "metrics.jsonl", "train")
-    assert finished_runs.plans["s2-dropout"].adapter is not None
-    assert finished_runs.plans["s2-dropout"].adapter.lora_dropout > 0
+    first = read_rows(finished_runs.run_dir(name) / "metrics.jsonl", "train")
+    adapter = finished_runs.plans[name].adapter
+    assert adapter is not None and adapter.lora_dropout > 0
     assert len({row["data_digest"] for row in first}) == 8  # no step repeats another's data
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dslaunch.core.plan import RunPlan
+from dslaunch.core.plan import OptimizerPlan, RunPlan
 from dslaunch.train.corpus import build_corpus
 from dslaunch.train.data.dataset import TokenizedDataset, TokenizingOptions, prepare_dataset
 from dslaunch.train.weights import find_checkpoint, load_trained_weights
@@ -63,6 +63,13 @@ def courses(ops_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Courses:
     few = write_questions(root / "few.jsonl", BATCH)  # each step trains on all of them
     plans: dict[str, RunPlan] = {}
 
+    def add_torch(name: str, data: Path, ranks: int, micro: int) -> None:
+        plans[name] = make_plan(
+            root / name, model, data, world_size=ranks, micro=micro, accumulation=BATCH // ranks // micro,
+            max_steps=STEPS, engine="torch", gradient_clipping=0.0,
+            optimizer=OptimizerPlan(type="SGD", lr=0.2, params={"lr": 0.2, "momentum": 0.0}),
+        )  # fmt: skip
+
     def add(name: str, data: Path, ranks: int, micro: int, stage: int, **settings: Any) -> None:
         batch = settings.pop("batch", BATCH)
         assert batch % (ranks * micro) == 0
@@ -78,6 +85,8 @@ def courses(ops_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Courses:
         for ranks, micro in ((1, 8), (1, 1), (2, 4), (2, 1)):
             add(f"{ranks}x{micro} stage {stage}", many, ranks, micro, stage)
         add(f"packed stage {stage}", few, 2, 1, stage, **packed)
+    for ranks, micro in ((1, 8), (1, 1), (2, 4), (2, 1)):
+        add_torch(f"{ranks}x{micro} torch", many, ranks, micro)
     add("few", few, 1, 8, 0)
     add("few packed", few, 1, 2, 0, **packed)
     _run(plans)
@@ -123,11 +132,13 @@ def _assert_same_weights(weights: Mapping[str, torch.Tensor], expected: Mapping[
         assert float((weights[name] - tensor).abs().max() / tensor.abs().max()) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("engine", [*(f"stage {stage}" for stage in STAGES), "torch"])
 @pytest.mark.parametrize("split", ["1x8", "1x1", "2x4", "2x1"])
-def test_ranks_passes_and_stages_do_not_change_the_training(courses: Courses, split: str, stage: int) -> None:
+def test_ranks_passes_and_engines_do_not_change_the_training(
+    courses: Courses, split: str, engine: str
+) -> None:
     expected = courses["1x8 stage 0"]
-    course = courses[f"{split} stage {stage}"]
+    course = courses[f"{split} {engine}"]
     assert course.digests == expected.digests
     assert len(set(course.digests)) == STEPS  # each step has other samples
     _assert_same(course, expected)

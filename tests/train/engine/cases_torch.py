@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import Fp16Plan
 from dslaunch.losses.sft import token_nll
-from dslaunch.train.dist import init_world
+from dslaunch.train.dist import barrier, gather_objects, init_world
 from dslaunch.train.engine import Diverged, TorchEngine, TorchSettings, initialize_torch
 from tests.train.engine.cases_gradients import rows
 from tests.train.rank_cases import RANK, SAMPLES, WORLD_SIZE, Case, OneWeight, TinyLM, config, engine_for
@@ -198,6 +200,38 @@ def same_as_deepspeed(stage: int | None) -> list[float]:
     return losses
 
 
+def interrupted() -> dict[str, Any]:
+    """A course of fp16 with overflows, whole, and once more by a new engine from a state saved after step 9."""
+
+    def steps(engine: TorchEngine, numbers: range) -> list[list[float]]:
+        course = []
+        for step in numbers:
+            bad = step in OVERFLOWS and RANK == 0
+            engine.backward(engine(torch.tensor([math.inf if bad else 0.01 * (step % 4 + 1)])))
+            result = engine.step()
+            assert result is not None
+            course.append([float(result.step), result.loss_scale, *flat(engine.module.w)])  # type: ignore[arg-type]
+        return course
+
+    def engine() -> TorchEngine:
+        return torch_engine(
+            OneWeight(start=1.0), "fp16", initial_scale_power=8, loss_scale_window=3,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+        )  # fmt: skip
+
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(gather_objects(own)[0]) / "state"
+        first = engine()
+        steps(first, range(10))
+        first.save_state(folder, trainable_only=False)
+        straight = steps(first, range(10, STEPS))
+        second = engine()
+        second.load_state(folder, trainable_only=False)
+        resumed = steps(second, range(10, STEPS))
+        barrier("the saved state being read")
+    return {"straight": straight, "resumed": resumed, "skipped": [first.skipped_steps, second.skipped_steps]}
+
+
 def refused_weights() -> str:
     try:
         torch_engine(TinyLM().to(torch.float16), "fp16")
@@ -234,6 +268,7 @@ def all_cases() -> dict[str, Case]:
         "torch/minimum": at_minimum_scale,
         "torch/clipped": clipped,
         "torch/adamw": adamw,
+        "torch/interrupted": interrupted,
         "torch/refused": refused_weights,
         "torch/no-sync": no_sync_inside_a_window,
         "torch/same": lambda: same_as_deepspeed(None),

@@ -112,6 +112,13 @@ def test_adamw_is_the_papers_from_the_first_step_on(two_ranks: CaseResults) -> N
     assert two_ranks["torch/adamw"] == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_state_saved_and_loaded_goes_on_as_if_nothing_had_been(two_ranks: CaseResults) -> None:
+    result = two_ranks["torch/interrupted"]
+    assert result["resumed"] == result["straight"]
+    assert len({scale for _, scale, _ in result["straight"]}) > 2  # the scale moves in what is compared
+    assert result["skipped"] == [len(OVERFLOWS)] * 2
+
+
 def test_a_gradient_below_fp16s_numbers_survives_by_the_scale(two_ranks: CaseResults) -> None:
     for precision, digits in (("fp32", 1e-6), ("bf16", 2**-8), ("fp16", 2**-10)):
         assert two_ranks[f"torch/tiny/{precision}"] == pytest.approx([-TINY], rel=digits)
