@@ -55,13 +55,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        parts = [
-            "torch" if self.engine == "torch" else f"z{self.stage}",
-            self.method,
-            self.precision,
-            f"gas{self.accumulation}",
-            self.offload,
-        ]
+        shards = "torch" if self.engine == "torch" else f"z{self.stage}"
+        parts = [shards, self.method, self.precision, f"gas{self.accumulation}", self.offload]
         parts += ["tied"] if self.tied else []
         parts += [self.task] if self.task != "sft" else []
         parts += [f"bucket{self.bucket}"] if self.bucket != BUCKET else []

@@ -48,8 +48,9 @@ def settled(text: str, *overrides: str) -> LoadedSpec[RunSpec]:
 
 
 def chosen(text: str, *overrides: str) -> tuple[Any, str | None, str | None]:
-    zero = settled(text, *overrides).spec.zero_optimization
-    assert not auto_keys(zero)
+    spec = settled(text, *overrides).spec
+    zero = spec.zero_optimization
+    assert not auto_keys(spec)
     devices = [part.device if part else None for part in (zero.offload_optimizer, zero.offload_param)]
     return zero.stage, devices[0], devices[1]
 
@@ -187,7 +188,7 @@ def test_a_script_of_ones_own_says_what_it_trains() -> None:
 
 def test_without_auto_everything_is_as_before() -> None:
     text = (RUN % "h200").replace("{stage: auto, offload_optimizer: auto, offload_param: auto}", "{stage: 2}")
-    assert auto_keys(load(text).spec.zero_optimization) == []
+    assert auto_keys(load(text).spec) == []
     plan, _ = resolved(text)
     assert dataclasses.asdict(plan)["zero_stage"] == 2
 
@@ -207,7 +208,7 @@ def test_what_could_only_not_be_resumed_there_is_taken_with_a_note() -> None:
     """Stage 1 with its optimizer in the host trains in 137 GiB of it, and reads a checkpoint in 231."""
     one = (RUN % "a100-80g", "cluster.num_gpus_per_node=1")
     loaded = settled(*one, "cluster.host_memory_gib=150")
-    assert (loaded.spec.zero_optimization.stage, auto_keys(loaded.spec.zero_optimization)) == (1, [])
+    assert (loaded.spec.zero_optimization.stage, auto_keys(loaded.spec)) == (1, [])
     assert "cannot be resumed on such hosts: that takes " in loaded.notes[-1]
     assert "of 150.0 GiB RAM a host when resuming, most of it checkpoint being read" in loaded.notes[-1]
     assert not any("resumed" in note for note in settled(*one, "cluster.host_memory_gib=512").notes)

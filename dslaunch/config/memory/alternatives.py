@@ -95,12 +95,9 @@ def _place(alternative: Alternative) -> tuple[bool, bool, int, int, int]:
 def _changed(setup: Setup) -> Iterator[Setup]:
     low = setup.precision != "fp32"
     # DeepSpeed's 16-bit stage 0 computes wrong (docs/upstream.md); one rank gains nothing by sharding.
-    alone = setup.engine == "torch"
-    stages = (
-        [0]
-        if alone
-        else [stage for stage in (0, 1, 2, 3) if stage == setup.zero_stage or stage > 0 or not low]
-    )
+    stages = [stage for stage in (0, 1, 2, 3) if stage == setup.zero_stage or stage > 0 or not low]
+    if setup.engine == "torch":
+        stages = [0]
     recompute = [setup.gradient_checkpointing] if setup.gradient_checkpointing else [False, True]
     micro = sorted({setup.micro_batch, 1}, reverse=True)
     buckets = sorted({setup.zero.reduce_bucket_size, fitted_bucket(setup)}, reverse=True)

@@ -201,7 +201,7 @@ def same_as_deepspeed(stage: int | None) -> list[float]:
 
 
 def interrupted() -> dict[str, Any]:
-    """A course of fp16 with overflows, whole, and once more by a new engine from a state saved after step 9."""
+    """A course of fp16 with overflows, whole, and by a new engine from what was saved after step 9."""
 
     def steps(engine: TorchEngine, numbers: range) -> list[list[float]]:
         course = []
