@@ -19,6 +19,7 @@ from dslaunch.config.without_deepspeed import (
     check_keys,
     gradscaler_in_words,
     gradscaler_settings,
+    plain_optimizer,
     uses_torch,
 )
 from dslaunch.config.zero import resolve_zero
@@ -67,6 +68,8 @@ def resolve_engine(
         adapter=adapter,
         report=report,
     )
+    if uses_torch(spec):
+        chosen = dataclasses.replace(chosen, plan=plain_optimizer(chosen.plan, report))
     if hosts is None:
         _check_raw_keys(report, facts, zero_options, chosen, None, None)
         return None

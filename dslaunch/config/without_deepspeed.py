@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from dslaunch.config.report import Report
 from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec, Fp16Spec, ZeroSpec
+from dslaunch.core.plan import OptimizerPlan
 
 # What dslaunch/train/torch_optimizers.py makes.
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
+_OF_DEEPSPEED = ("torch_adam", "adam_w_mode")
 
 
 def uses_torch(spec: EngineSpec) -> bool:
@@ -33,6 +36,14 @@ def check_keys(report: Report) -> None:
     if spec.optimizer.params.torch_adam is False:
         key = "optimizer.params.torch_adam"
         report.fail(key, f"{key} false asks for DeepSpeed's Adam, and engine is torch", "remove torch_adam")
+
+
+def plain_optimizer(plan: OptimizerPlan, report: Report) -> OptimizerPlan:
+    """Without the keys by which DeepSpeed chooses between its Adam and torch's: the type alone says it."""
+    for key in _OF_DEEPSPEED:
+        report.reasons.pop(f"optimizer.params.{key}", None)
+    params = {key: value for key, value in plan.params.items() if key not in _OF_DEEPSPEED}
+    return replace(plan, params=params)
 
 
 def gradscaler_settings(part: Fp16Spec, report: Report) -> Fp16Spec:

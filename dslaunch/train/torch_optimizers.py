@@ -15,7 +15,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": torch.optim.Adam,
     "SGD": torch.optim.SGD,
 }
-_OF_DEEPSPEED = ("torch_adam", "adam_w_mode")  # which class to take; here the type alone says it
 
 
 def build_optimizer_factory(
@@ -28,9 +27,7 @@ def build_optimizer_factory(
             hint=f"use {', '.join(OPTIMIZERS)}, or engine deepspeed",
         )
     params: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in plan.params.items()
-        if key not in _OF_DEEPSPEED
+        key: tuple(value) if isinstance(value, list) else value for key, value in plan.params.items()
     }
 
     def build(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dslaunch.cli.plan import dtypes_of
+from dslaunch.config import without_deepspeed
 from dslaunch.config.memory.architectures import dimensions, parameters
 from dslaunch.config.memory.of_run import setup_of_run
 from dslaunch.config.memory.planner import plan_memory
@@ -12,6 +14,7 @@ from dslaunch.config.memory.tensors import ModelFacts
 from dslaunch.config.origins import plan_values
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.plan import Fp16Plan, from_json, to_json
+from dslaunch.train.torch_optimizers import OPTIMIZERS, build_optimizer_factory
 from tests.config.build import SMALL, gpus, plan_of, resolved
 from tests.config.test_zero_auto import LLAMA_8B
 
@@ -70,6 +73,10 @@ def test_a_key_that_would_do_nothing_is_refused_by_its_name(key: str, value: str
     assert message in said and key.removesuffix(".steps_per_print") in said
 
 
+def test_the_run_file_knows_the_optimizers_that_the_worker_makes() -> None:
+    assert tuple(OPTIMIZERS) == without_deepspeed.OPTIMIZERS
+
+
 def test_each_of_them_is_told_at_its_line() -> None:
     text = FP16 + "zero_optimization:\n  stage: 3\n  offload_param: cpu\nfp16: {hysteresis: 4}\n"
     assert [said.split(": ")[0] for said in refusals(text)] == ["run.yaml:7", "run.yaml:8", "run.yaml:9"]
@@ -93,6 +100,15 @@ def test_the_loss_scale_is_gradscalers_and_explained_so() -> None:
     assert plan.fp16 == Fp16Plan(hysteresis=1, loss_scale_window=50)
     assert plan.origins["fp16.loss_scale_window"].reason.startswith("growth_interval: doubles after 50 steps")
     assert "GradScaler has none" in plan.origins["fp16.hysteresis"].reason
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD"])
+def test_the_optimizer_is_what_torch_takes(kind: str) -> None:
+    plan = plan_of(TORCH, f"optimizer.type={kind}")  # on a CPU, where DeepSpeed would need torch_adam
+    made = build_optimizer_factory(plan.optimizer)([torch.nn.Parameter(torch.zeros(1))])
+    assert type(made) is getattr(torch.optim, kind)
+    assert made.param_groups[0]["lr"] == plan.optimizer.lr
+    assert not [key for key in plan.origins if key.endswith(("torch_adam", "adam_w_mode"))]
 
 
 def test_dtypes_are_fp32_but_for_what_autocast_computes_in() -> None:
