@@ -108,7 +108,7 @@ class TorchEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward under autocast; gradients meet the other ranks' in a window's last one only."""
-        with self._autocast(), self._sync():
+        with self._autocast(), self._sync(), _unused_parameters_in_words():
             return self._forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -251,6 +251,20 @@ def _build_scaler(settings: TorchSettings, device: torch.device) -> torch.amp.Gr
         growth_interval=_NEVER if static else fp16.loss_scale_window,
         enabled=settings.precision == "fp16",
     )
+
+
+@contextlib.contextmanager
+def _unused_parameters_in_words() -> Iterator[None]:
+    """DDP's complaint, which comes one step late, as a sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "finished reduction in the prior iteration" not in str(error):
+            raise
+        raise ConfigError(
+            "engine torch: a trained parameter got no gradient in the step before, and DDP waits for each one",
+            hint="do not train what forward does not always use, or use engine deepspeed",
+        ) from error
 
 
 def _distribute(model: torch.nn.Module, device: torch.device) -> DistributedDataParallel:

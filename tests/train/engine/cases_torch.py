@@ -240,6 +240,20 @@ def refused_weights() -> str:
     return "accepted"
 
 
+def unused_parameter() -> str:
+    """A parameter that forward does not reach: DDP notices in the forward after."""
+    model = OneWeight()
+    model.idle = torch.nn.Parameter(torch.zeros(1))
+    engine = torch_engine(model)
+    try:
+        for _ in range(2):
+            engine.backward(engine(torch.tensor([1.0])))
+            engine.step()
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
 def no_sync_inside_a_window() -> list[float]:
     """This rank's gradient after the first of two micro-batches is its own; after the second, the mean."""
     engine = torch_engine(OneWeight(), accumulation=2)
@@ -269,6 +283,7 @@ def all_cases() -> dict[str, Case]:
         "torch/clipped": clipped,
         "torch/adamw": adamw,
         "torch/interrupted": interrupted,
+        "torch/unused": unused_parameter,
         "torch/refused": refused_weights,
         "torch/no-sync": no_sync_inside_a_window,
         "torch/same": lambda: same_as_deepspeed(None),

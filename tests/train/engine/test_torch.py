@@ -131,5 +131,9 @@ def test_losses_in_fp32_are_those_of_deepspeed(two_ranks: CaseResults, stage: in
     assert ours[-1] < 0.8 * ours[0]  # it trains
 
 
+def test_a_parameter_without_a_gradient_is_one_sentence(two_ranks: CaseResults) -> None:
+    assert two_ranks["torch/unused"].startswith("engine torch: a trained parameter got no gradient")
+
+
 def test_trained_weights_in_16_bits_are_refused_by_name(two_ranks: CaseResults) -> None:
     assert two_ranks["torch/refused"].startswith("engine torch: embedding.weight is trained and float16")
