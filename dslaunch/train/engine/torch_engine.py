@@ -262,7 +262,7 @@ def _unused_parameters_in_words() -> Iterator[None]:
         if "finished reduction in the prior iteration" not in str(error):
             raise
         raise ConfigError(
-            "engine torch: a trained parameter got no gradient in the step before, and DDP waits for each one",
+            "engine torch: a trained parameter got no gradient in the last step, and DDP waits for each one",
             hint="do not train what forward does not always use, or use engine deepspeed",
         ) from error
 
