@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 import torch
 
-from dslaunch.core.errors import ConfigError, Diverged, one_line
+from dslaunch.core.errors import ConfigError, one_line
 from dslaunch.core.plan import WatchPlan
 from dslaunch.train.dist import hold_deepspeeds_prints, init_world
 from dslaunch.train.engine import cures, ds_config
 from dslaunch.train.engine.gradient_witness import LocalGradients
 from dslaunch.train.engine.own_loop import OnEvent, build_watch
 from dslaunch.train.engine.result import SkipReason, StepResult
+from dslaunch.train.engine.step_rules import at_minimum_scale, check_num_tokens, skip_reason
 from dslaunch.train.engine.version import check_deepspeed_version
 from dslaunch.train.engine.window import Window
 from dslaunch.train.jit_ops import prepare_optimizer
@@ -310,30 +311,6 @@ def initialize(
             watch, precision=precision, rank=world.rank, run_dir=run_dir, on_event=on_event
         )
     return Engine(ds, precision=precision, trains=trains, notes=tuple(notes), watch=watching)
-
-
-def check_num_tokens(step: int, num_tokens: int) -> None:
-    """Raises ConfigError for a window without supervised tokens: it has no mean."""
-    if num_tokens < 1:
-        raise ConfigError(
-            f"step {step}: {num_tokens} supervised tokens in the whole batch",
-            hint="see that the data has answers to train on and that they are not cut off by max_length",
-        )
-
-
-def skip_reason(precision: str) -> SkipReason:
-    """What gradients that are not finite are called."""
-    return "overflow" if precision == "fp16" else "non-finite gradient"
-
-
-def at_minimum_scale(step: int, loss_scale: float) -> Diverged:
-    """The error of gradients that no loss scale can save."""
-    return Diverged(
-        f"step {step}: the gradients overflow fp16 even at the minimum loss scale {loss_scale:g}",
-        hint="use bf16 (or fp32) where the device has it, or a lower learning rate",
-        verdict="at minimum",
-        step=step,
-    )
 
 
 def _check_version(allowed: str | None) -> list[str]:
