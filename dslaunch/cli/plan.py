@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -56,10 +57,12 @@ def command(
         length = length_of_run(plan)
         memory, disk = plan_memory.memory_of_run(plan, loaded), disk_of_run(plan)
         report = {**plan_report(plan), "length": asdict(length), **plan_memory.memory_report(memory)}
+        report["fp32_modules"] = memory.matched if memory else None
         report["disk"] = None if disk is None else disk.to_json()
         lines = verdict_lines(plan.precision, plan.ds_config.get("zero_optimization"), plan.batch, memory)
         lines.insert(2, length_line(length))
         lines += ["", *plan_lines(plan, changed=changed), *length_lines(length)]
+        lines += fp32_lines(memory.matched) if memory else []
         lines += ["", *plan_memory.memory_lines(memory)] if memory else []
         if disk is not None:
             lines.append(disk_line(disk))
@@ -118,6 +121,15 @@ def length_lines(length: RunLength) -> list[str]:
         ("length.warmup_steps", length.warmup_steps, length.warmup_reason),
     ]
     return [f"{key:<40} {_shown(value):<24}  {reason}" for key, value, reason in found]
+
+
+def fp32_lines(matched: Mapping[str, Sequence[str]]) -> list[str]:
+    """What each pattern of fp32_modules means in this model, as lines of the plan."""
+    from dslaunch.core.module_patterns import preview
+
+    return [
+        f"{'fp32_modules ' + pattern:<40} {count:<24}  {names}" for pattern, count, names in preview(matched)
+    ]
 
 
 def dtypes_of(plan: RunPlan) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +29,13 @@ _SHOWN_ALTERNATIVES = 6
 
 @dataclass(frozen=True)
 class Memory:
-    """A setup, its plan, and what else could be done."""
+    """A setup, its plan, and what else could be done; ``matched``: what the patterns of fp32_modules mean."""
 
     setup: Setup
     plan: MemoryPlan
     alternatives: list[Alternative]
     larger: list[LargerChange]
+    matched: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
@@ -43,6 +44,7 @@ def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
     from dslaunch.config.hosts import resolve_hosts
     from dslaunch.config.memory.capacity import host_gib
     from dslaunch.config.memory.of_run import setup_of_run
+    from dslaunch.config.memory.wide import matched_modules
 
     path = local_model(plan.model.kind, plan.model.path, plan.model.revision)
     if path is None:
@@ -52,11 +54,13 @@ def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
     try:
         setup = setup_of_run(plan, facts)
     except ConfigError as error:
-        raise ConfigError(f"adapter: {error.message}", hint=error.hint) from None
+        key = "" if error.message.startswith("fp32_modules") else "adapter: "
+        raise ConfigError(f"{key}{error.message}", hint=error.hint) from None
     setup = replace(setup, zero=replace(setup.zero, written=_written_zero_keys(loaded)))
     world = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
     hosts = resolve_hosts(loaded.spec.cluster, world)
-    return _plan(setup, _capacity(hosts), host_gib(loaded.spec.cluster, hosts, world))
+    memory = _plan(setup, _capacity(hosts), host_gib(loaded.spec.cluster, hosts, world))
+    return replace(memory, matched=matched_modules(facts, plan.fp32_modules))
 
 
 def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:

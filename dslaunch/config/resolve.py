@@ -7,6 +7,7 @@ from typing import Literal
 
 from dslaunch.config.engine_plan import resolve_engine
 from dslaunch.config.facts import Facts
+from dslaunch.config.fp32_modules import check_fp32_modules
 from dslaunch.config.hosts import ResolvedHosts, choose_via
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.origins import build_origins
@@ -71,6 +72,8 @@ def resolve_into(
     if engine is not None:
         _check_attention(model, engine[0].precision, engine[1].device_type, report)
     adapter = _adapter(loaded.spec.adapter, report)
+    if engine is not None:
+        check_fp32_modules(loaded.spec, engine[0].precision, report)
     epochs, steps = _length(loaded.spec, report)
     scheduler = _scheduler(loaded.spec, report)
     output = _output(loaded.spec, report)
@@ -99,6 +102,7 @@ def resolve_into(
         num_train_epochs=epochs,
         max_steps=steps,
         output=output,
+        fp32_modules=loaded.spec.fp32_modules,
         watch=WatchPlan(**dict(loaded.spec.watch)),
         allow_untested_deepspeed=loaded.spec.allow_untested_deepspeed,
         launch=parts.launch(engine[1], run_dir=run_dir, cwd=cwd, python=interpreter),

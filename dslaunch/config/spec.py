@@ -188,6 +188,10 @@ class RunSpec(EngineSpec):
     model: Annotated[ModelSpec, PathAsMapping] = Field(description="The model to train.")
     data: DataSpec = Field(description="Training and held-out data.")
     adapter: AdapterSpec | None = Field(None, description="Train an adapter in place of the whole model.")
+    fp32_modules: Names = Field(
+        (),
+        description="Modules that stay in fp32 under bf16 and fp16: names or patterns such as `*norm*`.",
+    )
     scheduler: SchedulerSpec = Field(
         default_factory=dict, validate_default=True, description="Learning-rate schedule."
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dslaunch.config.engine_plan import EnginePlan, resolve_engine
 from dslaunch.config.facts import Facts
+from dslaunch.config.fp32_modules import check_fp32_modules
 from dslaunch.config.hosts import ResolvedHosts
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.render import render_ds_config
@@ -153,6 +154,8 @@ def _resolved(
     """Engine, hosts and DeepSpeed config of a candidate; None where it cannot be."""
     report = Report(trial)
     resolved = resolve_engine(report, facts)
+    if resolved is not None and isinstance(trial.spec, RunSpec):
+        check_fp32_modules(trial.spec, resolved[0].precision, report)
     config = render_ds_config(resolved[0], report, facts, resolved[1].devices) if resolved else {}
     if resolved is None or report.problems:
         return None

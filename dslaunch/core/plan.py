@@ -224,6 +224,7 @@ class RunPlan:
     engine: EngineKind = "deepspeed"
     watch: WatchPlan = field(default_factory=WatchPlan)
     allow_untested_deepspeed: str | None = None
+    fp32_modules: tuple[str, ...] = ()  # patterns of modules that stay in fp32 under bf16 and fp16
     deepspeed_template: str | None = None  # absolute path of the user's own that it is rendered from
     schema_version: int = SCHEMA_VERSION
 

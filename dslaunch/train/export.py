@@ -20,6 +20,7 @@ from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.plan import AdapterPlan, ModelPlan
 from dslaunch.train.adapters import lora_config
 from dslaunch.train.checkpoint.record import read_record
+from dslaunch.train.fp32_modules import fp32_names, to_dtype
 from dslaunch.train.model import DTYPES, load_base_model, load_tokenizer, model_source
 from dslaunch.train.publish import new_directory
 from dslaunch.train.weights import TrainedWeights, check_tensors, find_checkpoint, load_trained_weights
@@ -47,12 +48,13 @@ class ExportReport:
 
 @dataclass(frozen=True)
 class _Trained:
-    """A checkpoint's weights, and what they belong to. ``dtype``: that of the run."""
+    """A checkpoint's weights, and what they belong to. ``dtype``: the run's, but for ``fp32_modules``."""
 
     weights: TrainedWeights
     model: ModelPlan
     adapter: AdapterPlan | None
     dtype: torch.dtype
+    fp32_modules: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -66,7 +68,7 @@ def export_checkpoint(
 
     An adapter run gives an adapter directory, or with ``merge`` a full model
     with the adapter folded in; a full fine-tuning gives the model. Full models
-    have the dtype of the training precision, adapters are fp32.
+    have the dtype of the training precision, but for fp32_modules; adapters are fp32.
 
     Raises ConfigError where the checkpoint is unusable, ``merge`` makes no sense
     or ``output`` exists (without ``force``); EnvironmentNotReady where it cannot be written.
@@ -104,7 +106,8 @@ def export_checkpoint(
 def _read_trained(checkpoint: Path) -> _Trained:
     weights = load_trained_weights(checkpoint)
     record = read_record(weights.manifest.extra, f"{checkpoint}/manifest.json extra")
-    return _Trained(weights, record.model, record.adapter, DTYPES[record.precision])
+    fp32_modules = () if record.precision == "fp32" else record.fp32_modules
+    return _Trained(weights, record.model, record.adapter, DTYPES[record.precision], fp32_modules)
 
 
 def _write_weights(trained: _Trained, out: Path, *, merge: bool) -> float | None:
@@ -144,7 +147,7 @@ def _write_merged_model(trained: _Trained, adapter: AdapterPlan, out: Path) -> f
     The base is read as the run read it and computed with in fp32: what is
     merged is the model that was trained. Returns the largest logit difference.
     """
-    base = load_base_model(trained.model, trained.dtype).float()
+    base = load_base_model(trained.model, trained.dtype, trained.fp32_modules).float()
     was_one = _part_head_from_embedding(base)
     wrapped = _wrap(base, adapter).eval()
     check_tensors(trained.weights.tensors, _trainable_shapes(wrapped), trained.where)
@@ -160,13 +163,14 @@ def _write_merged_model(trained: _Trained, adapter: AdapterPlan, out: Path) -> f
         )
     if was_one:
         _tie_if_equal(merged)
-    _save_model(merged.to(trained.dtype), trained, out)
+    _save_model(to_dtype(merged, trained.dtype, trained.fp32_modules), trained, out)
     return drift
 
 
 def _write_full_model(trained: _Trained, out: Path) -> None:
     model = _skeleton(trained)
-    tensors = {name: tensor.to(trained.dtype) for name, tensor in trained.weights.tensors.items()}
+    wide = fp32_names(model, trained.fp32_modules)
+    tensors = {n: t if n in wide else t.to(trained.dtype) for n, t in trained.weights.tensors.items()}
     check_tensors(tensors, _trainable_shapes(model), trained.where)
     if buffers := saved_buffers(model):
         # Such as the expert biases of DeepSeek-V3: no gradient trains them, so they are the base's.

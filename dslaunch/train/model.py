@@ -8,6 +8,7 @@ that fit the tokenizer, ZeRO-3 partitioning from the first tensor on.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dslaunch.core.errors import ConfigError, EnvironmentNotReady, one_line
 from dslaunch.core.plan import ModelPlan, RunPlan
 from dslaunch.core.run_dir import cache_dir
 from dslaunch.train.adapters import add_adapter
+from dslaunch.train.fp32_modules import Fp32Modules, loaded_in_fp32, set_dtypes
 from dslaunch.train.gguf import convert_gguf
 from dslaunch.train.hub import check_hub_model, has_no_answer, no_answer
 
@@ -30,13 +32,15 @@ class LoadedModel:
 
     ``trainable``: the parameters the optimizer gets. ``notes``: lines worth
     telling the user. ``keep_alive``: held for as long as the model is used
-    (transformers only keeps a weak reference to the ZeRO-3 config).
+    (transformers only keeps a weak reference to the ZeRO-3 config). ``fp32``: the modules that stay
+    in fp32 under a 16-bit precision.
     """
 
     model: Any
     trainable: list[torch.nn.Parameter]
     notes: tuple[str, ...]
     keep_alive: tuple[Any, ...] = ()
+    fp32: Fp32Modules | None = None
 
 
 def model_source(model: ModelPlan, dtype: torch.dtype) -> str:
@@ -85,8 +89,8 @@ def load_tokenizer(model: ModelPlan, dtype: torch.dtype) -> Any:
     return tokenizer
 
 
-def load_base_model(model: ModelPlan, dtype: torch.dtype) -> Any:
-    """The pretrained causal language model at ``dtype``, in eval mode.
+def load_base_model(model: ModelPlan, dtype: torch.dtype, fp32_modules: Sequence[str] = ()) -> Any:
+    """The pretrained causal language model at ``dtype``, the ``fp32_modules`` at fp32, in eval mode.
 
     Whole and on the CPU; where a ZeRO-3 config is alive, partitioned over the ranks
     on DeepSpeed's device instead (collective), from the first tensor on.
@@ -98,15 +102,16 @@ def load_base_model(model: ModelPlan, dtype: torch.dtype) -> Any:
 
     source = model_source(model, dtype)
     try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=model.revision if model.kind == "hub" else None,
-            dtype=dtype,
-            trust_remote_code=model.trust_remote_code,
-            use_safetensors=None if model.allow_pickle else True,
-            attn_implementation=model.attn_implementation,
-            output_loading_info=True,
-        )
+        with loaded_in_fp32(fp32_modules):
+            loaded, info = AutoModelForCausalLM.from_pretrained(
+                source,
+                revision=model.revision if model.kind == "hub" else None,
+                dtype=dtype,
+                trust_remote_code=model.trust_remote_code,
+                use_safetensors=None if model.allow_pickle else True,
+                attn_implementation=model.attn_implementation,
+                output_loading_info=True,
+            )
     except Exception as error:
         raise _load_error("model", source, error, model) from error
     _check_nothing_missing(source, info)
@@ -125,7 +130,8 @@ def load_model(plan: RunPlan, tokenizer: Any) -> LoadedModel:
     keep_alive = (_zero3_config(plan),) if plan.zero_stage == 3 else ()
     torch.manual_seed(plan.seed)  # new adapter weights must be the same on every rank
     dtype = DTYPES[base_precision(plan)]
-    model = load_base_model(plan.model, dtype)
+    patterns = plan.fp32_modules if dtype != torch.float32 else ()
+    model = load_base_model(plan.model, dtype, patterns)
     if plan.zero_stage == 3:
         _check_partitioned(model, plan.model.path)
     check_vocabulary(model, tokenizer, plan.model.path)
@@ -135,14 +141,18 @@ def load_model(plan: RunPlan, tokenizer: Any) -> LoadedModel:
         notes.append(note)
     if plan.model.gradient_checkpointing:
         _enable_gradient_checkpointing(model)
-    _make_dtype_uniform(model, dtype)
+    fp32 = Fp32Modules(model, patterns) if patterns else None
+    set_dtypes(model, dtype, fp32.parameters if fp32 else ())
+    if fp32 is not None:
+        fp32.add_borders(dtype)
+        notes += fp32.notes
     model.train()
     trainable = [p for p in model.parameters() if p.requires_grad]
     if plan.trained_in_fp32:
         for parameter in trainable:
             parameter.data = parameter.data.float()
     notes.append(_size_note(model, trainable))
-    return LoadedModel(model, trainable, tuple(notes), keep_alive)
+    return LoadedModel(model, trainable, tuple(notes), keep_alive, fp32)
 
 
 def base_precision(plan: RunPlan) -> str:
@@ -200,19 +210,6 @@ def _enable_gradient_checkpointing(model: Any) -> None:
     # Non-reentrant: the reentrant kind loses gradients when the first input needs none (frozen embedding).
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
-
-
-def _make_dtype_uniform(model: Any, dtype: torch.dtype) -> None:
-    # transformers keeps some parameters in fp32. DeepSpeed 0.19.8 casts parameters, and no buffers, to
-    # the training dtype (engine.py, _cast_module_mixed_precision), but leaves partitioned ones as they
-    # are; every stage shall train the same model. Of a partitioned parameter ``data`` is empty, and this
-    # rank's share of the values is in ``ds_tensor``.
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
-        share = getattr(parameter, "ds_tensor", None)
-        if share is not None and share.is_floating_point() and share.dtype != dtype:
-            share.data = share.data.to(dtype)
 
 
 def _check_nothing_missing(source: str, info: dict[str, Any]) -> None:

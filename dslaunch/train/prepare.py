@@ -5,6 +5,7 @@ Data first, then the checkpoint to go on from, the trackers, the model, the engi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
@@ -20,7 +21,12 @@ import torch
 from dslaunch.core.plan import DataSource, RunPlan
 from dslaunch.core.run_dir import RunDir, cache_dir
 from dslaunch.train.checkpoint import find_whole_checkpoint, read_manifest, restore_checkpoint
-from dslaunch.train.checkpoint.record import DataRecord, RunRecord, check_same_data, read_record
+from dslaunch.train.checkpoint.record import (
+    DataRecord,
+    RunRecord,
+    check_same_data,
+    read_record,
+)
 from dslaunch.train.corpus import Corpus, build_corpus
 from dslaunch.train.data.context import check_context, row_width
 from dslaunch.train.data.dataset import TokenizingOptions, prepare_on_rank
@@ -107,7 +113,8 @@ def build_job(
         say(world, note)
     _check_contexts(loaded, inputs, world)
     say(world, _engine_in_words(plan))
-    engine = _build_engine(plan, loaded, inputs.schedule, world)
+    with loaded.fp32.admitted() if loaded.fp32 is not None else contextlib.nullcontext():
+        engine = _build_engine(plan, loaded, inputs.schedule, world)
     if plan.data.packing:
         say(world, "checking that packed samples do not see each other")
         check_packing_isolation(engine.module, len(inputs.tokenizer), engine.device)
@@ -198,6 +205,7 @@ def _make_record(plan: RunPlan, train: Corpus, schedule: BatchSchedule) -> RunRe
         model=plan.model,
         adapter=plan.adapter,
         precision=plan.precision,
+        fp32_modules=plan.fp32_modules,
         data=DataRecord(
             fingerprint=train.fingerprint,
             num_units=len(train),
@@ -243,11 +251,12 @@ def _build_engine(
         return initialize_torch(
             loaded.model, settings, build_optimizer_factory(plan.optimizer), scheduler, world.device
         )
+    fp32 = loaded.fp32
     return initialize(
         loaded.model,
         dict(plan.ds_config),
         lr_scheduler=scheduler,
-        model_parameters=loaded.trainable,
+        model_parameters=loaded.trainable if fp32 is None else fp32.groups(loaded.trainable),
         on_note=lambda text: say(world, f"note: {text}"),
         allow_untested_deepspeed=plan.allow_untested_deepspeed,
         watch=None,  # the loop watches, whatever the engine

@@ -126,6 +126,32 @@ def test_flash_attention_where_it_can_run() -> None:
     assert (plan.model.attn_implementation, plan.precision) == ("flash_attention_2", "bf16")
 
 
+WIDE = SMALL + 'precision: bf16\nfp32_modules: ["*norm*", lm_head]\n'
+
+
+def test_modules_in_fp32_are_in_the_plan_and_have_no_effect_in_fp32() -> None:
+    assert plan_of(WIDE, inventory=gpus("h100")).fp32_modules == ("*norm*", "lm_head")
+    _, notes = resolved(WIDE.replace("bf16", "fp32"), inventory=gpus("h100"))
+    assert "fp32_modules *norm*, lm_head: the whole model is in fp32 already" in notes
+
+
+def test_modules_in_fp32_without_deepspeed() -> None:
+    (problem,) = problems(WIDE + "engine: torch\n", inventory=gpus("h100"))
+    assert problem.startswith("run.yaml:5: fp32_modules does not act with engine torch")
+
+
+@pytest.mark.parametrize(
+    ("offload", "part"),
+    [
+        ("stage: 3, offload_param: cpu", "with zero_optimization.offload_param: DeepSpeed keeps"),
+        ("stage: 3, offload_optimizer: {device: nvme, nvme_path: /tmp}", "offload_optimizer nvme: not known"),
+    ],
+)
+def test_modules_in_fp32_where_deepspeed_cannot(offload: str, part: str) -> None:
+    found = problems(WIDE + f"zero_optimization: {{{offload}}}\n", inventory=gpus("h100"))
+    assert any("fp32_modules with" in problem and part in problem for problem in found)
+
+
 def test_the_nearest_path_is_in_the_hint() -> None:
     with pytest.raises(ConfigErrors) as caught:
         plan_of(

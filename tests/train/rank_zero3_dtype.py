@@ -1,4 +1,4 @@
-"""One rank: parameters partitioned in fp32 are bf16 after ``_make_dtype_uniform``, with their values."""
+"""One rank: parameters partitioned in fp32 are bf16 after ``set_dtypes``, with their values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import deepspeed
 import torch
 
 from dslaunch.train.dist import init_world, shutdown
-from dslaunch.train.model import _make_dtype_uniform
+from dslaunch.train.fp32_modules import set_dtypes
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     parameters = list(model.parameters())
     with deepspeed.zero.GatheredParameters(parameters):
         before = [parameter.detach().clone() for parameter in parameters]
-    _make_dtype_uniform(model, torch.bfloat16)
+    set_dtypes(model, torch.bfloat16)
     with deepspeed.zero.GatheredParameters(parameters):
         for parameter, value in zip(parameters, before, strict=True):
             assert parameter.dtype == torch.bfloat16

@@ -61,7 +61,7 @@ def activation_items(setup: Setup) -> list[Item]:
 
 
 def _logits(setup: Setup) -> list[Item]:
-    forward, backward = _LOGITS[setup.loss, setup.precision == "fp32"]
+    forward, backward = _LOGITS[setup.loss, setup.precision == "fp32" or setup.fp32_head]
     if setup.model.dims.family == "gemma2":  # caps its logits: tanh keeps its result
         forward, backward = forward + setup.bytes_each, backward + setup.bytes_each
     logits = setup.tokens * setup.model.dims.vocab

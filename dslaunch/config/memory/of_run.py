@@ -21,6 +21,7 @@ from dslaunch.config.memory.setup import (
     with_value_head,
 )
 from dslaunch.config.memory.tensors import ModelFacts
+from dslaunch.config.memory.wide import with_fp32_modules
 from dslaunch.config.spec import AdapterSpec, RunSpec
 from dslaunch.core.plan import AdapterPlan, BatchPlan, EngineKind, OptimizerPlan, Precision, RunPlan
 from dslaunch.core.topology import Host
@@ -45,7 +46,8 @@ class Training:
 
 
 def setup_of_run(plan: RunPlan, facts: ModelFacts) -> Setup:
-    """The setup of a run by dslaunch's own worker. Raises ConfigError where the adapter matches no layer."""
+    """The setup of a run by dslaunch's own worker. Raises ConfigError where the adapter matches no
+    layer, or a pattern of fp32_modules no module."""
     return _worker_setup(
         facts,
         plan.ds_config,
@@ -61,6 +63,7 @@ def setup_of_run(plan: RunPlan, facts: ModelFacts) -> Setup:
         packing=plan.data.packing,
         gradient_checkpointing=plan.model.gradient_checkpointing,
         attention=_ATTENTION[plan.model.attn_implementation],
+        fp32_modules=plan.fp32_modules,
     )
 
 
@@ -83,6 +86,7 @@ def setup_of_spec(
         packing=spec.data.packing,
         gradient_checkpointing=spec.model.gradient_checkpointing,
         attention=_ATTENTION[spec.model.attn_implementation],
+        fp32_modules=spec.fp32_modules,
     )
 
 
@@ -102,6 +106,7 @@ def _worker_setup(
     packing: bool,
     gradient_checkpointing: bool,
     attention: Attention,
+    fp32_modules: Sequence[str],
 ) -> Setup:
     """Our worker runs 16-bit stage 0 as stage 1 (docs/upstream.md).
 
@@ -123,7 +128,7 @@ def _worker_setup(
         )
     stage_0_as_1 = zero_stage == 0 and e == 2 and not alone
     several = batch.gradient_accumulation_steps > 1
-    return Setup(
+    setup = Setup(
         model=facts,
         trainable=trainable,
         frozen=() if adapter is None else frozen_tensors(facts, bytes_each=e),
@@ -149,6 +154,7 @@ def _worker_setup(
         loss="dslaunch",
         exclude_frozen=adapter is not None,
     )
+    return with_fp32_modules(setup, fp32_modules)
 
 
 def setup_of_config(

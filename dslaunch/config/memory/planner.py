@@ -11,6 +11,7 @@ from dslaunch.config.memory.items import ALWAYS, ON_DISK, OUTSIDE, Item, peak_ph
 from dslaunch.config.memory.offload import rank_items
 from dslaunch.config.memory.roles import critics, with_other_models
 from dslaunch.config.memory.setup import Setup, worst_rank
+from dslaunch.config.memory.wide import wide_items
 
 GIB = 2**30
 # Beside torch's allocator. Experience, not measured here (docs/memory.md); none of it on a CPU.
@@ -140,7 +141,8 @@ def plan_memory(
     """The plan of the rank that needs most. ``capacity_gib`` is of one device, ``host_gib`` of one host."""
     rank = worst_rank(setup.trainable, setup.world_size) if setup.trainable else 0
     states, offloaded = rank_items(setup, rank)
-    items = [*states, *(item for item in activation_items(setup) if item.size)]
+    passing = (*activation_items(setup), *wide_items(setup))
+    items = [*states, *(item for item in passing if item.size)]
     items, offloaded = with_other_models(setup, items, offloaded)
     peak = size_at(items, peak_phase(items))
     return MemoryPlan(

@@ -102,6 +102,9 @@ class Setup:
     value_head: bool = False
     precomputed_reference: bool = False
     exclude_frozen: bool = False  # checkpoints without what is not trained
+    fp32_trained: tuple[Tensor, ...] = ()  # of ``trainable``, what stays in fp32 under 16 bit
+    fp32_frozen: tuple[Tensor, ...] = ()
+    fp32_head: bool = False  # the logits come in fp32
 
     @property
     def bytes_each(self) -> int:

@@ -31,6 +31,7 @@ class RunRecord:
     adapter: AdapterPlan | None
     precision: Precision
     data: DataRecord
+    fp32_modules: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; :func:`read_record` is the inverse."""
