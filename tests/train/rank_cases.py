@@ -105,7 +105,7 @@ def engine_for(model: torch.nn.Module, settings: dict[str, Any], **more: Any) ->
 
 
 @contextlib.contextmanager
-def bare_deepspeed(model: torch.nn.Module, settings: dict[str, Any]) -> Iterator[Any]:
+def bare_deepspeed(model: torch.nn.Module, settings: dict[str, Any], **more: Any) -> Iterator[Any]:
     """DeepSpeed's own engine without any cure (but with fp16 permitted on the CPU)."""
     import deepspeed
 
@@ -114,7 +114,9 @@ def bare_deepspeed(model: torch.nn.Module, settings: dict[str, Any]) -> Iterator
 
     init_world()
     permit_emulated_fp16()
-    engine = deepspeed.initialize(model=model, config=settings, model_parameters=list(model.parameters()))[0]
+    engine = deepspeed.initialize(
+        model=model, config=settings, model_parameters=list(model.parameters()), **more
+    )[0]
     try:
         yield engine
     finally:

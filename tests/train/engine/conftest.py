@@ -19,5 +19,5 @@ def two_ranks(ops_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> CaseRe
 
 @pytest.fixture(scope="session")
 def one_rank(ops_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> CaseResults:
-    """The gradient cases on one rank."""
-    return run_case_ranks(CASES, tmp_path_factory.mktemp("one-rank"), 1, "gradients")
+    """The gradient cases and the matrix on one rank."""
+    return run_case_ranks(CASES, tmp_path_factory.mktemp("one-rank"), 1, "alone")

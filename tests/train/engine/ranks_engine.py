@@ -1,6 +1,6 @@
 """Run by the ranks of the tests beside it: all cases in one set of processes, results as JSON.
 
-Run as ``python -m tests.train.engine.ranks_engine OUT_DIR [gradients]``.
+Run as ``python -m tests.train.engine.ranks_engine OUT_DIR [alone]``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from tests.train.engine import (
     cases_behaviour,
     cases_gradients,
     cases_loss_scale,
+    cases_matrix,
     cases_norms,
     cases_stage_0,
     cases_torch,
@@ -20,12 +21,23 @@ from tests.train.rank_cases import RANK, Case, run_cases
 
 
 def all_cases() -> dict[str, Case]:
-    modules = (cases_gradients, cases_loss_scale, cases_norms, cases_stage_0, cases_behaviour, cases_torch)
+    modules = (
+        cases_gradients,
+        cases_loss_scale,
+        cases_norms,
+        cases_stage_0,
+        cases_behaviour,
+        cases_torch,
+        cases_matrix,
+    )
     cases = {name: case for module in modules for name, case in module.all_cases().items()}
     return {**cases, **cases_norms.last_cases()}
 
 
 if __name__ == "__main__":
-    gradients = {**cases_gradients.token_mean_cases(), **cases_torch.gradient_cases()}
-    chosen = gradients if sys.argv[2:] == ["gradients"] else all_cases()
-    run_cases(chosen, Path(sys.argv[1]), RANK)
+    alone = {
+        **cases_gradients.token_mean_cases(),
+        **cases_torch.gradient_cases(),
+        **cases_matrix.all_cases(),
+    }
+    run_cases(alone if sys.argv[2:] == ["alone"] else all_cases(), Path(sys.argv[1]), RANK)
