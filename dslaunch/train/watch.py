@@ -72,8 +72,9 @@ class Watch:
         self._zero_losses = self._equal_norms = 0
         self._last_norm: float | None = None
         self._descending = True  # nothing but skipped steps since step 1
+        self._start_scale: float | None = None  # of a descent
         self._grew = False
-        self._falls = 0
+        self._falls = self._applied = self._skipped_later = 0
 
     def see(self, result: StepResult) -> None:
         """A step that ended. Raises Diverged, on every rank, where the training gets nowhere."""
@@ -107,7 +108,11 @@ class Watch:
     def _see_skip(self, seen: SeenStep, result: StepResult) -> None:
         """DeepSpeed has waited for the ranks to say so; what each said of itself is here as well."""
         self._skipped_in_a_row += 1
-        self._descending = self._descending and seen.step == self._skipped_in_a_row
+        moves = seen.next_loss_scale < seen.loss_scale or result.hysteresis != result.next_hysteresis
+        self._descending = self._descending and seen.step == self._skipped_in_a_row and moves
+        if self._descending and self._start_scale is None:
+            self._start_scale = seen.loss_scale
+        self._skipped_later += not self._descending
         ranks = result.nonfinite_ranks or result.nonfinite_loss_ranks
         self._event(
             "step_skipped",
@@ -120,19 +125,20 @@ class Watch:
         self._see_hysteresis(seen, result, ranks)
         if seen.next_loss_scale < seen.loss_scale:
             self._falls += self._grew
-        if not (self._descending and self._precision == "fp16"):  # the descent is one line when it ends
+        if not self._descending:  # that is one line, when it ends
             self._say(f"step {seen.step} skipped: {seen.skip_reason}{_of(ranks)}; the weights are as before")
         self.read_last()
         if self._skipped_in_a_row >= self._limits.max_skipped_in_a_row:
             raise self._persistent(seen)
 
     def _see_applied(self, seen: SeenStep, result: StepResult) -> None:
-        if self._skipped_in_a_row and self._descending and self._precision == "fp16":
+        self._applied += 1
+        if self._skipped_in_a_row and self._descending:
             self._verdict(
                 seen.step,
                 "warm-up descent",
-                f"the loss scale has come down to {seen.loss_scale:g} after {self._skipped_in_a_row} skipped "
-                "steps: normal at the start of fp16",
+                f"the first {_steps(self._skipped_in_a_row)} skipped, and the loss scale went from "
+                f"{self._start_scale:g} to {seen.loss_scale:g}: normal at the start of fp16",
             )
         elif self._skipped_in_a_row and self._falls == _SAW_TOOTH and self._skips_are_rare():
             self._falls += 1  # said once
@@ -167,8 +173,7 @@ class Watch:
             )
 
     def _skips_are_rare(self) -> bool:
-        skipped = sum(step.skip_reason is not None for step in self._steps)
-        return skipped <= _RARE * len(self._steps)
+        return self._skipped_later <= _RARE * (self._skipped_later + self._applied)
 
     def _see_loss(self, seen: SeenStep, result: StepResult) -> None:
         if math.isfinite(result.loss):
@@ -255,6 +260,10 @@ class Watch:
     def _verdict(self, step: int, name: str, message: str) -> None:
         self._event("verdict", step=step, verdict=name, message=message)
         self._say(f"{name}: {message}")
+
+
+def _steps(count: int) -> str:
+    return "step was" if count == 1 else f"{count} steps were"
 
 
 def _of(ranks: tuple[int, ...]) -> str:

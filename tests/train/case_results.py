@@ -32,5 +32,5 @@ class CaseResults:
 def run_case_ranks(module: str, out_dir: Path, world_size: int, *arguments: str) -> CaseResults:
     """Start the ranks of a case module and collect what each wrote."""
     argv = ["-W", "ignore", "-m", module, str(out_dir), *arguments]
-    check_ranks(run_ranks(argv, world_size=world_size, timeout_s=240))
+    check_ranks(run_ranks(argv, world_size=world_size, timeout_s=480))
     return CaseResults(out_dir, world_size)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,6 +122,14 @@ def bare_deepspeed(model: torch.nn.Module, settings: dict[str, Any], **more: Any
         yield engine
     finally:
         engine.destroy()
+
+
+def shared_folder() -> str:
+    """A new temporary directory that all ranks see. Collective."""
+    name = [tempfile.mkdtemp(prefix="cases-") if RANK == 0 else None]
+    torch.distributed.broadcast_object_list(name, src=0)
+    assert name[0] is not None
+    return name[0]
 
 
 def step_once(engine: Engine, value: float) -> Any:

@@ -67,8 +67,18 @@ def test_the_descent_at_the_start_is_one_line_and_no_reason_to_stop() -> None:
     told.course(LossScaleRule(), steps=19, overflow_at=range(1, 18))
     assert told.verdicts() == [(18, "warm-up descent")]
     (line,) = told.said
-    assert line.startswith("warm-up descent: the loss scale has come down to 1 after 17 skipped steps")
+    assert line.startswith(
+        "warm-up descent: the first 17 steps were skipped, and the loss scale went from 65536 to 1: normal"
+    )
     assert len(told.kinds("step_skipped")) == 17
+
+
+def test_overflows_that_a_static_scale_cannot_answer_are_no_descent() -> None:
+    told = Told()
+    for step, skipped in enumerate([True, True, False], start=1):
+        told.see(step, skipped=skipped, scale=256.0)
+    assert told.verdicts() == []
+    assert len(told.said) == 2
 
 
 def test_a_skip_later_on_is_no_descent() -> None:

@@ -62,6 +62,18 @@ def renamed_upstream() -> str:
         DeepSpeedZeroOptimizer._update_scale = update_scale
 
 
+def other_deepspeed(**more: Any) -> list[Any]:
+    """An installed DeepSpeed that says it is another version: what is said of it."""
+    import deepspeed
+
+    version, said = deepspeed.__version__, list[str]()
+    deepspeed.__version__ = "0.99.1+cu130"
+    try:
+        return [refused(config(1), on_note=said.append, **more), said]
+    finally:
+        deepspeed.__version__ = version
+
+
 def frozen(stage: int, precision: str) -> list[float]:
     """No optimizer: a forward on 2 with weight 3."""
     settings = config(stage, precision)
@@ -95,6 +107,10 @@ def refusal_cases() -> dict[str, Case]:
         "refused/batch": lambda: refused({**config(1, micro=2, accumulation=2), "train_batch_size": 7}),
         "refused/stage": lambda: refused(config(5)),
         "refused/norm": lambda: refused(config(2, zero_optimization={"compute_grad_norm": False})),
+        "refused/check": lambda: refused(config(2, "bf16", bf16={"check_grad_overflow": False})),
+        "refused/muon": lambda: refused(
+            config(2, clipping=1.0, optimizer={"type": "Muon", "params": {"lr": 0.1}})
+        ),
         "refused/path": lambda: refused("nowhere/ds.json"),  # type: ignore[arg-type]
     }
 
@@ -103,6 +119,9 @@ def all_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {"frozen/0/fp32": lambda: frozen(0, "fp32")}
     for precision in ("bf16", "fp16"):
         cases[f"frozen/3/{precision}"] = lambda p=precision: frozen(3, p)
+    cases["version/unknown"] = other_deepspeed
+    cases["version/allowed"] = lambda: other_deepspeed(allow_untested_deepspeed="0.99.1")
+    cases["version/another"] = lambda: other_deepspeed(allow_untested_deepspeed="0.99.2")
     cases["renamed"] = renamed_upstream
     cases["callable"] = made_by_callable
     cases["lazy"] = lazy_and_flag

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,16 @@ from dslaunch.train.engine import Diverged, Engine
 from tests.oracles import mixed_precision as oracle
 from tests.train.engine import matrix
 from tests.train.engine.matrix import Cell
-from tests.train.rank_cases import RANK, WORLD_SIZE, Case, bare_deepspeed, config, engine_for, master
+from tests.train.rank_cases import (
+    RANK,
+    WORLD_SIZE,
+    Case,
+    bare_deepspeed,
+    config,
+    engine_for,
+    master,
+    shared_folder,
+)
 
 
 class TwoWeights(torch.nn.Module):
@@ -104,7 +112,7 @@ def _engine(stack: ExitStack, cell: Cell) -> Engine:
 
 def _turn(stack: ExitStack, engine: Engine, cell: Cell) -> Engine:
     """Save, and go on from there: in a new engine, or in this one after steps that are thrown away."""
-    folder = _shared_folder()
+    folder = shared_folder()
     engine.deepspeed.save_checkpoint(folder, tag="turn")
     if cell.course == "resumed":
         engine = _engine(stack, cell)
@@ -117,13 +125,6 @@ def _turn(stack: ExitStack, engine: Engine, cell: Cell) -> Engine:
     if RANK == 0:
         shutil.rmtree(folder)
     return engine
-
-
-def _shared_folder() -> str:
-    name = [tempfile.mkdtemp(prefix="matrix-") if RANK == 0 else None]
-    torch.distributed.broadcast_object_list(name, src=0)
-    assert name[0] is not None
-    return name[0]
 
 
 def run_bare(cell: Cell) -> dict[str, Any]:

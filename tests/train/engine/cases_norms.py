@@ -115,6 +115,60 @@ def all_cases() -> dict[str, Case]:
     return cases
 
 
+class HalfLinear(torch.nn.Module):
+    """A layer that autocast runs in 16 bit: with scale 65536 its gradient overflows float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(self.layer.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).float().sum()
+
+
+def bare_float16_autocast(stage: int) -> list[float]:
+    """F5: the first weight after each of eight steps."""
+    settings = config(stage, torch_autocast={"enabled": True, "dtype": "float16"})
+    weights = []
+    with bare_deepspeed(HalfLinear(), settings) as ds:
+        for _ in range(8):
+            ds.backward(ds(torch.tensor([[1.0, 2.0]])))
+            ds.step()
+            weights.append(master(ds.module.layer.weight)[0])
+    return weights
+
+
+def norm_beside_another_engine(bare: bool) -> float:
+    """F6: the norm of (3, 4) in a fp32 engine of stage 1, made after one with float16 autocast."""
+    autocast = config(0, torch_autocast={"enabled": True, "dtype": "float16"})
+    with engine_for(OneWeight(size=2), autocast):
+        make = bare_deepspeed if bare else engine_for
+        with make(OneWeight(size=2), config(1)) as engine:
+            engine.backward(engine(torch.tensor([3.0, 4.0])))
+            result = engine.step()
+            return float(engine.get_global_grad_norm()) if bare else result.grad_norm
+
+
+def clipping_left_out(bare: bool) -> list[Any]:
+    """F7: gradient (3, 4) without ``gradient_clipping``: the update and what was said."""
+    settings = config(1)
+    del settings["gradient_clipping"]
+    said: list[str] = []
+    more = {} if bare else {"on_note": said.append}
+    with (bare_deepspeed if bare else engine_for)(OneWeight(size=2), settings, **more) as engine:
+        engine.backward(engine(torch.tensor([3.0, 4.0])))
+        engine.step()
+        return [master(engine.module.w), said]
+
+
 def last_cases() -> dict[str, Case]:
-    """float16 autocast leaves its scaler behind in the process (F6): nothing may come after it."""
-    return {"autocast/0/float16": lambda: autocast(0, "float16")}
+    """float16 autocast leaves its state in the process (F6): what is bare must not come after it."""
+    cases: dict[str, Case] = {
+        f"clipping-left-out/{bare}": lambda b=bare: clipping_left_out(b) for bare in (True, False)
+    }
+    cases["autocast/0/float16"] = lambda: autocast(0, "float16")
+    for bare in (True, False):
+        cases[f"autocast-leak/{bare}"] = lambda b=bare: norm_beside_another_engine(b)
+    cases["bare-autocast/1"] = lambda: bare_float16_autocast(1)
+    return cases

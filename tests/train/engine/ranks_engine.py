@@ -14,8 +14,10 @@ from tests.train.engine import (
     cases_loss_scale,
     cases_matrix,
     cases_norms,
+    cases_order,
     cases_stage_0,
     cases_torch,
+    cases_watch,
 )
 from tests.train.rank_cases import RANK, Case, run_cases
 
@@ -29,6 +31,8 @@ def all_cases() -> dict[str, Case]:
         cases_behaviour,
         cases_torch,
         cases_matrix,
+        cases_order,
+        cases_watch,
     )
     cases = {name: case for module in modules for name, case in module.all_cases().items()}
     return {**cases, **cases_norms.last_cases()}

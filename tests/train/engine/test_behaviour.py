@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from dslaunch.core.errors import ConfigError
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.train.engine import ds_config
+from dslaunch.train.engine.version import TESTED_DEEPSPEED, check_deepspeed_version
 from tests.train.case_results import CaseResults
 
 CLIP_CELLS = [f"clip/{s}/{p}" for s in (0, 1, 2, 3) for p in ("fp32", "bf16", "fp16")]
@@ -65,6 +66,8 @@ def test_token_counts_must_be_positive_and_one_per_window(two_ranks: CaseResults
         ("batch", "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 7"),
         ("stage", "zero_optimization.stage is 5; it must be 0, 1, 2 or 3"),
         ("norm", "zero_optimization.compute_grad_norm is false"),
+        ("check", "bf16.check_grad_overflow is false"),
+        ("muon", "Muon with gradient_clipping 1 at zero_optimization.stage 2"),
         ("path", "cannot read the DeepSpeed config nowhere/ds.json: No such file or directory"),
     ],
 )
@@ -74,6 +77,28 @@ def test_refused_with_one_sentence_on_every_rank(two_ranks: CaseResults, case: s
         assert error.startswith("ConfigError: ")
         assert words in error
         assert "\n" not in error
+
+
+def test_an_untested_deepspeed_is_refused_unless_its_version_is_named(two_ranks: CaseResults) -> None:
+    refused, _ = two_ranks["version/unknown"]
+    assert refused.startswith("EnvironmentNotReady: DeepSpeed 0.99.1+cu130 was never tested here, only 0.19")
+    assert two_ranks["version/allowed"] == [
+        "accepted",
+        ["DeepSpeed 0.99.1+cu130 is untested here and allowed by name (allow_untested_deepspeed)"],
+    ]
+    refused, _ = two_ranks["version/another"]
+    assert "allow_untested_deepspeed names 0.99.2" in refused
+
+
+def test_the_tested_version_is_the_one_that_is_pinned() -> None:
+    pins = (Path(__file__).resolve().parents[3] / "constraints.txt").read_text().splitlines()
+    assert f"deepspeed=={TESTED_DEEPSPEED[-1]}" in pins
+    with pytest.raises(EnvironmentNotReady) as caught:
+        check_deepspeed_version("0.20.1")
+    assert caught.value.exit_code == 3
+    assert caught.value.hint is not None
+    assert "`dslaunch doctor --numerics`" in caught.value.hint
+    assert "allow_untested_deepspeed: 0.20.1" in caught.value.hint
 
 
 # The config alone, without ranks

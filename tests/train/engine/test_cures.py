@@ -160,6 +160,34 @@ def test_upstream_adds_bf16_gradients_up_in_bf16(two_ranks: CaseResults) -> None
     assert abs(error) > 0.01
 
 
+# F5, F6, F7: float16 autocast, and the clip that nobody asked for
+
+
+def test_upstream_float16_autocast_under_zero_never_trains(two_ranks: CaseResults) -> None:
+    assert two_ranks["bare-autocast/1"] == [1.0] * 8
+
+
+def test_upstream_float16_autocast_leaks_into_the_next_engine(two_ranks: CaseResults) -> None:
+    assert two_ranks["autocast-leak/True"] == 5.0 * 65536
+
+
+def test_the_next_engine_knows_nothing_of_float16_autocast(two_ranks: CaseResults) -> None:
+    assert two_ranks["autocast-leak/False"] == 5.0
+
+
+def test_upstream_clips_at_1_where_nothing_is_said(two_ranks: CaseResults) -> None:
+    weights, _ = two_ranks["clipping-left-out/True"]
+    assert weights == pytest.approx([-3.0 / 5.000001, -4.0 / 5.000001], rel=2e-7)
+
+
+def test_the_clip_that_is_left_out_is_written_and_said(two_ranks: CaseResults) -> None:
+    weights, said = two_ranks["clipping-left-out/False"]
+    assert weights == two_ranks["clipping-left-out/True"][0]
+    assert said == [
+        "gradient_clipping is left out: 1.0, as DeepSpeed has it since 0.19.3 (docs/upstream.md, F7)"
+    ]
+
+
 # F8: fp32 at stage 0
 
 
