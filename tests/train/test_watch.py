@@ -52,8 +52,16 @@ class Told:
         self.watch.see(result)
 
     def course(self, rule: LossScaleRule, *, steps: int, overflow_at: Collection[int]) -> None:
+        left = rule.hysteresis
         for step in simulate_loss_scale(rule, steps=steps, overflow_at=overflow_at):
-            self.see(step.step, skipped=step.overflow, scale=step.scale, following=step.next_scale)
+            self.see(
+                step.step,
+                skipped=step.overflow,
+                scale=step.scale,
+                following=step.next_scale,
+                hysteresis=(left, step.hysteresis_left),
+            )
+            left = step.hysteresis_left
 
     def kinds(self, kind: str) -> list[dict[str, Any]]:
         return [fields for name, fields in self.events if name == kind]
