@@ -82,7 +82,7 @@ def _is_program(word: str) -> bool:
 @click.option(
     "--container",
     metavar="RUNTIME:WHAT",
-    help="Run inside of apptainer:IMAGE, or of a running docker:NAME or podman:NAME.",
+    help="Run inside of apptainer:IMAGE, of a running docker:NAME or podman:NAME, or of pyxis:IMAGE (srun).",
 )
 @click.option(
     "--max-restarts",

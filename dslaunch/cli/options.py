@@ -225,14 +225,16 @@ def parse_gpu(text: str) -> tuple[str, ...] | dict[str, str]:
 def parse_container(text: str) -> dict[str, str]:
     """``apptainer:IMAGE`` or ``docker:NAME``, as a run file has it. Raises ConfigError for other forms."""
     from dslaunch.core.errors import ConfigError
+    from dslaunch.core.plan import IMAGE_RUNTIMES
 
     runtime, _, what = text.partition(":")
-    if runtime not in ("apptainer", "docker", "podman") or not what:
+    if runtime not in ("docker", "podman", *IMAGE_RUNTIMES) or not what:
         raise ConfigError(
             f"--container {text!r} is not RUNTIME:WHAT",
-            hint="write --container apptainer:image.sif, or docker:NAME or podman:NAME of a running one",
+            hint="write --container apptainer:image.sif, docker:NAME or podman:NAME of a running one, or in a"
+            " Slurm job pyxis:image.sqsh",
         )
-    return {"runtime": runtime, "image" if runtime == "apptainer" else "name": what}
+    return {"runtime": runtime, "image" if runtime in IMAGE_RUNTIMES else "name": what}
 
 
 def run_file_flags(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dslaunch.config.load import LoadedSpec
-from dslaunch.config.spec import RunSpec
+from dslaunch.config.spec import ContainerSpec, RunSpec
 from dslaunch.core.allocation import Allocation, probe_allocation
 from dslaunch.core.data_files import DATA_SUFFIXES, OTHER_SUFFIXES, is_data_file
 from dslaunch.core.devices import Inventory, probe_inventory
@@ -233,11 +233,19 @@ def written_paths(spec: Any) -> list[tuple[str, str]]:
                 found.append((f"data.{kind}[{i}].path", source.path))
         found += [("data.cache_dir", spec.data.cache_dir), ("launch.cwd", spec.launch.cwd)]
         found.append(("output.run_dir", spec.output.run_dir))
-        if (container := spec.launch.container) is not None and "://" not in (container.image or ""):
+        if (container := spec.launch.container) is not None and _is_file(container):
             found.append(("launch.container.image", container.image))
         if "/" in (spec.launch.python or ""):  # a bare name is looked up in PATH
             found.append(("launch.python", spec.launch.python))
     return [(key, text) for key, text in found if text is not None]
+
+
+def _is_file(container: ContainerSpec) -> bool:
+    """Whether its image is a file or directory, and not the name of one elsewhere."""
+    image = container.image or ""
+    if container.runtime == "pyxis":  # as enroot tells them apart
+        return image.startswith(("/", "./", "../")) or image.endswith((".sqsh", ".squashfs"))
+    return "://" not in image
 
 
 def _base(loaded: LoadedSpec[Any], key: str, cwd: Path) -> Path:

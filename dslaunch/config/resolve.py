@@ -18,6 +18,7 @@ from dslaunch.config.secrets import check_env
 from dslaunch.config.spec import AdapterSpec, DataSourceSpec, RunSpec
 from dslaunch.core.model_path import ModelKind, is_gguf
 from dslaunch.core.plan import (
+    IMAGE_RUNTIMES,
     AdapterPlan,
     ContainerPlan,
     DataPlan,
@@ -228,7 +229,7 @@ class _Parts:
         spec = self.spec.launch.container
         if spec is None:
             return None
-        needed, other = ("image", "name") if spec.runtime == "apptainer" else ("name", "image")
+        needed, other = ("image", "name") if spec.runtime in IMAGE_RUNTIMES else ("name", "image")
         for key, wrong in (
             (needed, getattr(spec, needed) is None),
             (other, getattr(spec, other) is not None),
@@ -245,13 +246,18 @@ class _Parts:
     def launch(self, hosts: ResolvedHosts, *, run_dir: Path, cwd: Path, python: str) -> LaunchPlan:
         spec, cluster = self.spec.launch, self.spec.cluster
         where = self.facts.paths.get("launch.cwd")
+        via = _via(spec.via, hosts, self.facts, self.report)
+        if spec.container is not None and spec.container.runtime == "pyxis" and via != "slurm":
+            hint = "start it in a Slurm job (via: slurm), or take apptainer, docker or podman"
+            message = f"launch.container: pyxis is a part of srun, and hosts are reached by {via}"
+            self.report.fail("launch.container.runtime", message, hint)
         plan_file = str(run_dir / "plan.json")
         return LaunchPlan(
             argv=(python, "-m", "dslaunch.train.worker", "--plan", plan_file),
             topology=hosts.topology,
             run_dir=str(run_dir),
             cwd=where.absolute if where else str(cwd),
-            via=_via(spec.via, hosts, self.facts, self.report),
+            via=via,
             container=self.container(),
             device_type=hosts.device_type,
             master_addr=cluster.master_addr,

@@ -86,10 +86,18 @@ class SchedulerSpec(Section):
 class ContainerSpec(Section):
     """A container on each host, in which the ranks run."""
 
-    runtime: Literal["apptainer", "docker", "podman"] = Field(description="What runs it.")
-    image: Text | None = Field(None, description="For apptainer: a .sif file, a directory, or a URI.")
+    runtime: Literal["apptainer", "docker", "podman", "pyxis"] = Field(
+        description="What runs it. `pyxis`: srun's plugin, in a Slurm job."
+    )
+    image: Text | None = Field(
+        None,
+        description="For apptainer: a .sif file, a directory, or a URI. For pyxis: a .sqsh file, or"
+        " REGISTRY#IMAGE:TAG.",
+    )
     name: Text | None = Field(None, description="For docker and podman: of a container that runs already.")
-    args: Names = Field((), description="Options for `apptainer exec`, `docker exec` or `podman exec`.")
+    args: Names = Field(
+        (), description="Options for `apptainer exec`, `docker exec` or `podman exec`; for pyxis, for srun."
+    )
 
 
 class LaunchSpec(Section):

@@ -23,6 +23,7 @@ SCHEMA_VERSION = 1
 
 Precision = Literal["bf16", "fp16", "fp32"]
 EngineKind = Literal["deepspeed", "torch"]
+IMAGE_RUNTIMES = ("apptainer", "pyxis")  # make a container of an image; the others enter one that runs
 Via = Literal["local", "ssh", "slurm", "openmpi", "mpich"]
 
 
@@ -153,10 +154,10 @@ class OutputPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerPlan:
-    """Where agent and ranks run on each host. ``args`` go to the runtime's exec, before the image or name."""
+    """Where agent and ranks run on each host. ``args`` go to the runtime's exec (pyxis: to srun)."""
 
-    runtime: Literal["apptainer", "docker", "podman"]
-    image: str | None = None  # apptainer: absolute path of a .sif file or a directory, or a URI
+    runtime: Literal["apptainer", "docker", "podman", "pyxis"]
+    image: str | None = None  # apptainer, pyxis: absolute path of a file or a directory, or a URI
     name: str | None = None  # docker, podman: of a container that runs on each host
     args: tuple[str, ...] = ()
 

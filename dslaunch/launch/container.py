@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
-from dslaunch.core.plan import LaunchPlan
+from dslaunch.core.plan import IMAGE_RUNTIMES, LaunchPlan
 
 # What the image has of its own. The launcher's would lead to places that are not there.
 _THE_IMAGES_OWN = (
@@ -20,12 +20,16 @@ _THE_IMAGES_OWN = (
 def enter_words(plan: LaunchPlan) -> tuple[str, ...]:
     """The words that run the rest of a command line inside of the plan's container; none without one.
 
-    The run directory and the working directory are there under their own paths: apptainer is
-    told to bind them, of a running container it is asked when the agent looks for them.
+    The run directory and the working directory are there under their own paths: apptainer and pyxis
+    are told to bind them, of a running container it is asked when the agent looks for them.
+    pyxis is a part of srun: its words are the last options of that.
     """
     container = plan.container
     if container is None:
         return ()
+    if container.runtime == "pyxis":
+        mounts = [f"--container-mounts={','.join(f'{path}:{path}' for path in _bound(plan))}"]
+        return (f"--container-image={container.image}", *(mounts if _bound(plan) else ()), *container.args)
     if container.runtime == "apptainer":
         assert container.image is not None
         gpus = ("--nv",) if plan.device_type == "cuda" else ()
@@ -45,18 +49,24 @@ def without_the_images_own(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_container(plan: LaunchPlan, environ: Mapping[str, str], *, here: bool) -> None:
-    """Raises ConfigError for a directory that cannot be bound; EnvironmentNotReady where ``here``, on
-    this machine, the runtime is missing."""
+    """Raises ConfigError for a directory that cannot be bound, or pyxis without srun; EnvironmentNotReady
+    where ``here``, on this machine, the runtime is missing."""
     if plan.container is None:
         return
     runtime = plan.container.runtime
-    for path in _bound(plan) if runtime == "apptainer" else ():
+    for path in _bound(plan) if runtime in IMAGE_RUNTIMES else ():
         if ":" in path or "," in path:
             raise ConfigError(
-                f"{path} cannot be bound into a container: apptainer takes : and , for separators",
+                f"{path} cannot be bound into a container: {runtime} takes : and , for separators",
                 hint="use directories without them for --run-dir and launch.cwd",
             )
-    if here and shutil.which(runtime, path=environ.get("PATH", os.defpath)) is None:
+    if runtime == "pyxis":
+        if plan.via != "slurm":
+            raise ConfigError(
+                f"pyxis is a part of srun, and hosts are reached by {plan.via}; nothing was started",
+                hint="start it in a Slurm job (--via slurm), or take apptainer, docker or podman",
+            )
+    elif here and shutil.which(runtime, path=environ.get("PATH", os.defpath)) is None:
         raise EnvironmentNotReady(
             f"no {runtime} in PATH; nothing was started", hint=f"install {runtime}, or load its module"
         )

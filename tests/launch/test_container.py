@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,13 @@ while [ "$1" != box ]; do shift; done
 shift
 exec unshare --pid --mount --fork --mount-proc sh -c '{setup}
 exec env -i PATH=/usr/bin:/bin IN=box "$@"' sh "$@"
+"""
+# srun with pyxis: its own words end where the program begins.
+SRUN = """\
+#!/bin/sh
+for word; do printf '%s\\n' "$word"; done > "{folder}/argv-srun"
+while [ "${{1#--}}" != "$1" ]; do shift; done
+exec unshare --pid --mount --fork --mount-proc sh -c 'exec env -i PATH=/usr/bin:/bin IN=box "$@"' sh "$@"
 """
 SHOW = """\
 import json
@@ -64,6 +72,10 @@ def plan(container: ContainerPlan, device_type: str = "cpu") -> LaunchPlan:
             ContainerPlan(runtime="podman", name="b", args=("-u", "1")), "cpu",
             ["podman", "exec", "-i", "-u", "1", "b"],
         ),
+        (
+            ContainerPlan(runtime="pyxis", image="nvcr.io#a/b:1", args=("--container-writable",)), "cuda",
+            ["--container-image=nvcr.io#a/b:1", "--container-mounts=/r:/r,/w:/w", "--container-writable"],
+        ),
     ],
 )  # fmt: skip
 def test_the_whole_command_on_every_way(container: ContainerPlan, device_type: str, words: list[str]) -> None:
@@ -81,12 +93,27 @@ def test_the_root_of_the_file_system_is_not_bound() -> None:
     apptainer = ContainerPlan(runtime="apptainer", image="/i.sif")
     words = enter_words(dataclasses.replace(plan(apptainer), cwd="/"))
     assert words == ("apptainer", "exec", "--bind", "/r", "/i.sif")
+    pyxis = dataclasses.replace(plan(ContainerPlan(runtime="pyxis", image="i")), cwd="/", run_dir="/")
+    assert enter_words(pyxis) == ("--container-image=i",)
 
 
-def test_a_directory_that_cannot_be_bound() -> None:
-    apptainer = dataclasses.replace(plan(ContainerPlan(runtime="apptainer", image="/i.sif")), run_dir="/a:b")
-    with pytest.raises(ConfigError, match="/a:b cannot be bound"):
-        check_container(apptainer, {}, here=False)
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+@pytest.mark.parametrize("path", ["/a:b", "/a,b"])
+def test_a_directory_that_cannot_be_bound(runtime: Any, path: str) -> None:
+    made = plan(ContainerPlan(runtime=runtime, image="/i"))
+    with pytest.raises(ConfigError, match=f"{path} cannot be bound into a container: {runtime} takes"):
+        check_container(dataclasses.replace(made, run_dir=path, via="slurm"), {}, here=False)
+
+
+def test_pyxis_is_a_part_of_srun(tmp_path: Path) -> None:
+    pyxis = plan(ContainerPlan(runtime="pyxis", image="i"))
+    check_container(dataclasses.replace(pyxis, via="slurm"), {"PATH": ""}, here=True)
+    with pytest.raises(ConfigError, match="pyxis is a part of srun, and hosts are reached by ssh"):
+        check_container(dataclasses.replace(pyxis, via="ssh"), {}, here=False)
+    options = ("--num-gpus-per-node", "1", "--container", "pyxis:i.sqsh")
+    done = dslaunch(*options, command=("--", "true"), cwd=tmp_path)
+    assert "pyxis is a part of srun" in error_of(done)
+    assert "start it in a Slurm job" in done.stderr
 
 
 def test_without_a_container_nothing_stands_in_front() -> None:
@@ -185,6 +212,24 @@ class TestHere:
         assert code == 3, err
         words = (here / f"argv-{os.uname().nodename}").read_text().splitlines()
         assert words[:7] == ["exec", "--bind", f"{here}/run", "--bind", str(here), f"{here}/box", "/bin/sh"]
+
+    def test_pyxis(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Not pyxis itself, which takes a cluster: a made-up srun that does as it does."""
+        (here / "bin/srun").write_text(SRUN.format(folder=here))
+        (here / "bin/srun").chmod(0o755)
+        for name, value in {"ID": "7", "NODELIST": os.uname().nodename, "NUM_NODES": "1"}.items():
+            monkeypatch.setenv(f"SLURM_JOB_{name}", value)
+        (here / "hosts").write_text(f"{os.uname().nodename} slots=2\n")
+        options = ["--hostfile", "hosts", "--gpu", "cpu", "--via", "slurm", "--container", "pyxis:i.sqsh"]
+        with Launched([*options, *OPTIONS], python(SHOW, *HOSTILE), run_dir=here / "run") as launched:
+            code, out, err = launched.wait()
+        assert (code, out) == (0, "said 0\n"), err
+        for rank in range(2):
+            check_told(rank, 2, here)
+        words = (here / "argv-srun").read_text().splitlines()
+        at = words.index("/bin/sh")
+        mounts = f"--container-mounts={here}/run:{here}/run,{here}:{here}"
+        assert words[at - 2 : at] == [f"--container-image={here}/i.sqsh", mounts]
 
 
 def ranks_of(run_dir: Path) -> list[str]:

@@ -1,0 +1,86 @@
+"""Ranks in containers of the real podman and docker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import Launched, python, wait_until
+from tests.testbed.containers import Container
+
+HOSTILE = ["a b", "", "$HOME", "it's", "100%n", "two\nlines", "-x", '{"k": "v"}']
+SHOW = "import json; print(json.dumps([sys.argv[1:], dict(os.environ), sys.executable, os.getcwd()]))"
+WAIT = "touch(f'up-{rank}'); time.sleep(300)"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("podman", marks=pytest.mark.needs("root", "podman")),
+        pytest.param("docker", marks=pytest.mark.needs("root", "docker")),
+    ],
+)
+def box(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
+    folder, shared = tmp_path_factory.mktemp("box"), tmp_path_factory.mktemp("shared")
+    with Container(request.param, folder, shared) as container:
+        yield container
+
+
+@pytest.fixture
+def folder(box: Container, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where ranks and tests both are."""
+    path = box.shared / request.node.name.replace("[", "-").strip("]")
+    path.mkdir()
+    monkeypatch.chdir(path)
+    for name, value in {**box.env, "MY_TOKEN": "s3cret"}.items():
+        monkeypatch.setenv(name, value)
+    return path
+
+
+def start(box: Container, folder: Path, code: str, *words: str) -> Launched:
+    options = ["--num-gpus-per-node", "2", "--container", f"{box.runtime}:box", "--env", "MY_TOKEN"]
+    return Launched(options, ["python3", *python(code, *words)[1:]], run_dir=folder / "run")
+
+
+def programs_in(box: Container) -> list[str]:
+    """What runs in the container besides what keeps it."""
+    listed = box.do("exec", "box", "sh", "-c", "cat /proc/[0-9]*/comm").split()
+    return [name for name in listed if name not in ("sleep", "sh", "cat")]
+
+
+def test_argv_environment_and_output(box: Container, folder: Path) -> None:
+    with start(box, folder, SHOW, *HOSTILE) as launched:
+        code, out, err = launched.wait()
+    assert code == 0, err
+    for rank in range(2):
+        argv, env, program, cwd = json.loads((folder / f"run/logs/rank-{rank}.log").read_text())
+        assert (argv, cwd) == (HOSTILE, str(folder))
+        assert program == "/usr/bin/python3" != sys.executable  # the container's own
+        wanted = {"RANK": str(rank), "WORLD_SIZE": "2", "MY_TOKEN": "s3cret"}
+        assert {name: env[name] for name in wanted} == wanted
+        assert "PYTHONPATH" not in env
+    assert json.loads(out)[0] == HOSTILE
+    assert programs_in(box) == []
+
+
+def test_a_killed_rank_is_named(box: Container, folder: Path) -> None:
+    with start(box, folder, "if rank: os.kill(os.getpid(), 9)\ntime.sleep(300)") as launched:
+        code, _, err = launched.wait()
+    assert code == 137
+    assert "rank 1 on localhost failed first: it was killed by signal 9 (SIGKILL" in err
+    assert programs_in(box) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_the_launcher_ends_what_it_started(box: Container, folder: Path, number: int) -> None:
+    with start(box, folder, WAIT) as launched:
+        launched.wait_for_files(folder, "up-0", "up-1")
+        os.kill(launched.process.pid, number)
+        launched.process.wait(30)
+        wait_until(lambda: programs_in(box) == [], "nothing is left in the container", 20.0)
