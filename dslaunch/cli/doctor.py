@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 @options.cluster_options
 @options.master_options
 @options.run_dir_option
-@click.option("--via", metavar="WAY", help="auto (default), ssh, slurm, or local: this machine alone.")
+@click.option(
+    "--via", metavar="WAY", help="auto (default), ssh, slurm, openmpi, mpich, or local: this machine alone."
+)
+@options.container_option
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=1), default=30.0, show_default=True,
     metavar="SECONDS", help="How long each host may take to answer.",
@@ -52,9 +55,10 @@ def command(
 ) -> int:
     """Say what this machine lacks for a run, or with a run file or --hostfile what its hosts lack.
 
-    Hosts are asked by ssh or srun, all at once: devices, Python and packages, compilers, memory, disk,
-    limits, clocks, the way to the first host, whether they see the run directory. Nothing is changed there.
-    Exit code 1 where a run would fail. The `inventory` in the output of --json is one for --inventory.
+    Hosts are asked as a launch would reach them, all at once: devices, Python and packages, compilers,
+    memory, disk, limits, clocks, the way to the first host, whether they see the run directory. Nothing is
+    changed there. Exit code 1 where a run would fail. The `inventory` in the output of --json is one for
+    --inventory.
     """
     case = _resolve(run_file, set_, flags)
     report = _examine(case, timeout_s)
@@ -101,19 +105,20 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
     from dslaunch.config.hosts import choose_via, resolve_hosts
     from dslaunch.config.load import load_flags
     from dslaunch.core.errors import ConfigError
-    from dslaunch.core.plan import LaunchPlan
+    from dslaunch.core.plan import LaunchPlan, Via
     from dslaunch.core.run_dir import runs_root
     from dslaunch.launch.local import check_hosts
 
     if set_ and run_file is None:
         raise click.UsageError("--set changes a run file, and there is none here")
     plan, run_dir = None, flags.pop("run_dir")
-    if flags["via"] not in (None, "auto", "local", "ssh", "slurm"):
-        raise ConfigError(f"--via {flags['via']!r} is not one of auto, local, ssh, slurm")
+    ways = ("auto", *get_args(Via))
+    if flags["via"] not in (None, *ways):
+        raise ConfigError(f"--via {flags['via']!r} is not one of {', '.join(ways)}")
     if run_file is not None:
         plan, loaded = options.load_and_resolve_with_spec(run_file, set_=set_, run_dir=run_dir, **flags)
     else:
-        other = ("master_addr", "master_port", "via")
+        other = ("master_addr", "master_port", "via", "container")
         cluster = {name: value for name, value in flags.items() if name not in other}
         loaded = load_flags((), options.flag_overrides(cluster))
     facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
@@ -130,12 +135,14 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
     if plan is not None:
         return _Case(hosts=hosts, launch=plan.launch, ds_config=plan.ds_config)
     folder = Path(run_dir) if run_dir else runs_root(os.environ, Path.cwd())
+    container = options.container_plan(flags["container"]) if flags["container"] else None
     launch = LaunchPlan(
-        argv=(sys.executable,),
+        argv=("python3" if container else sys.executable,),
         topology=hosts.topology,
         run_dir=str(folder.absolute()),
         cwd=os.getcwd(),
         via=via,
+        container=container,
         device_type=hosts.device_type,
         master_addr=flags["master_addr"],
         master_port=flags["master_port"],
@@ -146,19 +153,18 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
 def _examine(case: _Case, timeout_s: float) -> Report:
     from dslaunch.cli.doctor_checks import Wanted, find_differences, find_problems, hosts_to_exclude
     from dslaunch.cli.doctor_report import Report
-    from dslaunch.core.topology import is_this_machine
-    from dslaunch.launch import slurm, ssh
-    from dslaunch.launch.probing import probe_hosts
+    from dslaunch.launch.probing import is_here, probe_hosts
+    from dslaunch.launch.ready import check_way
 
     hosts = case.hosts.topology.hosts
-    here = [case.launch.via != "slurm" and is_this_machine(host.name) for host in hosts]
-    if case.launch.via == "slurm":
-        slurm.check_job(case.hosts.topology, os.environ)
-    elif not all(here):
-        ssh.check_client(os.environ)
+    here = [is_here(case.launch.via, host) for host in hosts]
+    if case.launch.via != "ssh" or not all(here):
+        check_way(case.launch, os.environ)
     findings: list[HostFinding] = []
     began = time.monotonic()
-    with _witness(Path(case.launch.run_dir), findings, needed=not all(here)) as witness:
+    with _witness(
+        Path(case.launch.run_dir), findings, needed=case.launch.container is not None or not all(here)
+    ) as witness:
         probed = probe_hosts(hosts, _request(case, witness), timeout_s=timeout_s)
     seconds = time.monotonic() - began
     inventories, memory = _read_devices(probed)
@@ -190,7 +196,7 @@ def _witness(
     from dslaunch.cli.doctor_checks import HostFinding
     from dslaunch.launch.startup import lay_witness
 
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    there = _nearest(folder)
     with lay_witness(there, needed=needed and os.access(there, os.W_OK)) as witness:
         if needed and witness is None:
             message = f"cannot write {there}, where the run directory would be"
@@ -200,27 +206,41 @@ def _witness(
         yield witness
 
 
+def _nearest(folder: Path) -> Path:
+    """The folder, or of those above it the first that is there."""
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())
+
+
 def _request(case: _Case, witness: Mapping[str, str] | None) -> ProbeRequest:
     from dslaunch.cli.doctor_checks import PACKAGES
     from dslaunch.core.inventory import NVIDIA_SMI
     from dslaunch.core.run_dir import cache_dir
+    from dslaunch.launch.container import enter_words
     from dslaunch.launch.jit_cache import torch_extensions_dir
     from dslaunch.launch.probing import ProbeRequest
     from dslaunch.launch.text import utf8_environ
 
     launch = case.launch
     environ = {**utf8_environ(), **launch.env}
-    ops = environ.get("TORCH_EXTENSIONS_DIR") or torch_extensions_dir(launch.argv[0], environ, launch.cwd)
+    if launch.device_type == "cuda":  # as ranks are told, whatever it is here
+        environ["DS_ACCELERATOR"] = "cuda"
+    if launch.container is not None:  # where the image, or its user's home, has them
+        cache, ops = environ.get("DSLAUNCH_CACHE", "~/.cache/dslaunch"), "~/.cache/torch_extensions"
+    else:
+        cache = str(cache_dir(environ).absolute())
+        own = environ.get("TORCH_EXTENSIONS_DIR")
+        ops = own or str(torch_extensions_dir(launch.argv[0], environ, launch.cwd))
     return ProbeRequest(
         via=launch.via,
+        within=enter_words(dataclasses.replace(launch, run_dir=str(_nearest(Path(launch.run_dir))))),
         gpus=launch.device_type == "cuda",
         python=launch.argv[0],
         packages=PACKAGES,
         environ=environ,
         cwd=launch.cwd,
         witness=witness,
-        cache=str(cache_dir(environ).absolute()),
-        ops=str(ops),
+        cache=cache,
+        ops=ops,
         smi=NVIDIA_SMI,
         master_addr=launch.master_addr,
         master_port=launch.master_port,

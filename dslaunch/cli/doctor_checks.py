@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from dslaunch.core.finding import Severity
+from dslaunch.core.inventory import driver_of
 from dslaunch.core.packages import HOW_TO_INSTALL
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _LEAST_FILES = 1024
 _CUDA_MINORS_MIX = ("10", "11", "12")  # majors of which DeepSpeed takes any two minors together
 _OLDEST_PYTHON = (3, 10)
 _NONE = "none"
+_DRIVER = "NVIDIA driver"
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ def find_differences(
     answered = {one.host.name: one.facts for one in probed if one.facts is not None}
     rows: dict[str, dict[str, str | None]] = {
         **_versions(answered),
+        _DRIVER: _drivers(answered),
         "nvcc": {host: facts.tools["nvcc"] for host, facts in answered.items()},
         "glibc": {host: facts.glibc for host, facts in answered.items()},
         "cpu": {host: facts.cpu for host, facts in answered.items()},
@@ -321,7 +324,7 @@ def _is_loopback(address: str) -> bool:
 def _differing_versions(probed: Sequence[Probed]) -> Iterator[HostFinding]:
     """Findings for the hosts that have other versions than most, or than the first where it is a tie."""
     answered = {one.host.name: one.facts for one in probed if one.facts is not None}
-    for difference in _differing(_versions(answered)):
+    for difference in _differing({**_versions(answered), _DRIVER: _drivers(answered)}):
         (usual, _), *others = difference.values
         for value, host in ((value, host) for value, hosts in others for host in hosts):
             if _NONE in (value, usual) and difference.what in (*DEEPSPEED, *TRAINER):
@@ -352,6 +355,15 @@ def _versions(answered: Mapping[str, HostFacts]) -> dict[str, dict[str, str | No
             for package in PACKAGES
         },
     }
+
+
+def _drivers(answered: Mapping[str, HostFacts]) -> dict[str, str | None]:
+    """NVIDIA's, of the hosts that have one."""
+    told = {
+        host: driver_of(facts.files.get("/proc/driver/nvidia/version", ""), facts.smi or "")
+        for host, facts in answered.items()
+    }
+    return {host: driver for host, driver in told.items() if driver is not None}
 
 
 def _differing(rows: Mapping[str, Mapping[str, str | None]]) -> tuple[Difference, ...]:

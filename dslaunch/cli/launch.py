@@ -79,11 +79,7 @@ def _is_program(word: str) -> bool:
 @click.option(
     "--via", metavar="WAY", help="Way to reach hosts: auto (default), local, ssh, slurm, openmpi, mpich."
 )
-@click.option(
-    "--container",
-    metavar="RUNTIME:WHAT",
-    help="Run inside of apptainer:IMAGE, of a running docker:NAME or podman:NAME, or of pyxis:IMAGE (srun).",
-)
+@options.container_option
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),

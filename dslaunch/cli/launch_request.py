@@ -8,11 +8,11 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dslaunch.core.errors import ConfigError
-    from dslaunch.core.plan import ContainerPlan, LaunchPlan, RunPlan
+    from dslaunch.core.plan import LaunchPlan, RunPlan
     from dslaunch.launch.record import CommandPlan, RecordedPlan
 
 
@@ -194,6 +194,7 @@ def _plan_path(path: Path) -> Path:
 
 
 def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandPlan:
+    from dslaunch.cli import options
     from dslaunch.cli.launch_ranks import choose_ranks
     from dslaunch.core.command import check_argv
     from dslaunch.core.plan import LaunchPlan
@@ -209,7 +210,7 @@ def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandP
         topology=ranks.topology,
         run_dir=utf8(str(_command_run_dir(request, name))),
         cwd=utf8(os.getcwd()),
-        container=_container(request),
+        container=options.container_plan(request.container) if request.container else None,
         device_type=ranks.device_type,
         via=ranks.via,
         spare_hosts=ranks.spares if request.max_restarts else (),
@@ -219,18 +220,6 @@ def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandP
         if not isinstance(recorded, CommandPlan) or recorded.launch.argv != argv:
             raise _another_run(launch.run_dir)
     return CommandPlan(name=name, launch=launch)
-
-
-def _container(request: LaunchRequest) -> ContainerPlan | None:
-    from dslaunch.cli.options import parse_container
-    from dslaunch.core.plan import ContainerPlan
-
-    if request.container is None:
-        return None
-    words: dict[str, Any] = parse_container(request.container)
-    if "://" not in words.get("image", "://"):
-        words["image"] = os.path.abspath(words["image"])
-    return ContainerPlan(**words)
 
 
 def _command_run_dir(request: LaunchRequest, name: str) -> Path:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dslaunch.config.load import LoadedSpec
     from dslaunch.config.overrides import Override
     from dslaunch.core.errors import ConfigError
-    from dslaunch.core.plan import RunPlan
+    from dslaunch.core.plan import ContainerPlan, RunPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,6 +57,11 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
 _SCRIPT_ONLY = ("task", "precompute_ref_log_probs", "method", "lora_r")
 _TRAINING = (*_SCRIPT_ONLY, "max_length", "gradient_checkpointing", "attention")
 
+container_option = click.option(
+    "--container",
+    metavar="RUNTIME:WHAT",
+    help="Run inside of apptainer:IMAGE, of a running docker:NAME or podman:NAME, or of pyxis:IMAGE (srun).",
+)
 set_option = click.option(
     "--set", "set_", multiple=True, metavar="KEY=VALUE", help="Set a key of the run file (repeatable)."
 )
@@ -235,6 +240,16 @@ def parse_container(text: str) -> dict[str, str]:
             " Slurm job pyxis:image.sqsh",
         )
     return {"runtime": runtime, "image" if runtime in IMAGE_RUNTIMES else "name": what}
+
+
+def container_plan(text: str) -> ContainerPlan:
+    """The same where there is no run file: files are relative to the working directory."""
+    from dslaunch.core.plan import ContainerPlan, is_image_file
+
+    words: dict[str, Any] = parse_container(text)
+    if "image" in words and is_image_file(words["runtime"], words["image"]):
+        words["image"] = os.path.abspath(words["image"])
+    return ContainerPlan(**words)
 
 
 def run_file_flags(flags: Mapping[str, Any]) -> dict[str, Any]:

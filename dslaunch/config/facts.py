@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dslaunch.config.load import LoadedSpec
-from dslaunch.config.spec import ContainerSpec, RunSpec
+from dslaunch.config.spec import RunSpec
 from dslaunch.core.allocation import Allocation, probe_allocation
 from dslaunch.core.data_files import DATA_SUFFIXES, OTHER_SUFFIXES, is_data_file
 from dslaunch.core.devices import Inventory, probe_inventory
@@ -18,6 +18,7 @@ from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
 from dslaunch.core.host_lookup import check_named_once
 from dslaunch.core.host_memory import local_memory_bytes
 from dslaunch.core.hostfile import parse_hostfile
+from dslaunch.core.plan import is_image_file
 from dslaunch.core.templating import TemplateFile
 from dslaunch.core.topology import Host, is_this_machine
 
@@ -233,19 +234,12 @@ def written_paths(spec: Any) -> list[tuple[str, str]]:
                 found.append((f"data.{kind}[{i}].path", source.path))
         found += [("data.cache_dir", spec.data.cache_dir), ("launch.cwd", spec.launch.cwd)]
         found.append(("output.run_dir", spec.output.run_dir))
-        if (container := spec.launch.container) is not None and _is_file(container):
+        container = spec.launch.container
+        if container is not None and is_image_file(container.runtime, container.image or ""):
             found.append(("launch.container.image", container.image))
         if "/" in (spec.launch.python or ""):  # a bare name is looked up in PATH
             found.append(("launch.python", spec.launch.python))
     return [(key, text) for key, text in found if text is not None]
-
-
-def _is_file(container: ContainerSpec) -> bool:
-    """Whether its image is a file or directory, and not the name of one elsewhere."""
-    image = container.image or ""
-    if container.runtime == "pyxis":  # as enroot tells them apart
-        return image.startswith(("/", "./", "../")) or image.endswith((".sqsh", ".squashfs"))
-    return "://" not in image
 
 
 def _base(loaded: LoadedSpec[Any], key: str, cwd: Path) -> Path:

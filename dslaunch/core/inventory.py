@@ -32,8 +32,10 @@ _HOST_KEYS = ("accelerators", "cpu", "ram_gib")
 _ACCELERATOR_KEYS = ("name", "memory_gib", "compute_capability", "arch")
 _SUPPORT = ("yes", "slow", "no")
 NVIDIA_SMI = [
-    "nvidia-smi", "--query-gpu=index,name,memory.total,compute_cap", "--format=csv,noheader,nounits",
+    "nvidia-smi", "--query-gpu=index,name,memory.total,compute_cap,driver_version",
+    "--format=csv,noheader,nounits",
 ]  # fmt: skip
+_SMI_LINE = re.compile(r"\s*(\d+), (.+), (\d+|\[.*\]), (\d+)\.(\d)(?:, (\S*))?\s*")
 _HOW_TO_MAKE_ONE = "`dslaunch doctor --json` prints one"
 
 
@@ -103,6 +105,14 @@ def inventory_of(environ: Mapping[str, str], smi: str, *, root: Path) -> Invento
     found = replace(probe_inventory(environ, root=root), ram_gib=_ram_gib(root))
     told = () if _hides_some(environ) else _parse_nvidia_smi(smi)
     return replace(found, accelerators=told) if told else found
+
+
+def driver_of(version_file: str, smi: str) -> str | None:
+    """The version of NVIDIA's driver, from /proc/driver/nvidia/version or what NVIDIA_SMI printed."""
+    if match := re.search(r"Kernel Module\b.*?\s(\d+\.[\d.]+)\s", version_file):
+        return match[1]
+    match = _SMI_LINE.match(smi)
+    return match[6] if match else None
 
 
 def _hides_some(environ: Mapping[str, str]) -> bool:
@@ -177,7 +187,7 @@ def _parse_nvidia_smi(text: str) -> tuple[Accelerator, ...]:
     """Empty where it says something else than a table."""
     found = []
     for line in text.splitlines():
-        match = re.fullmatch(r"\s*(\d+), (.+), (\d+|\[.*\]), (\d+)\.(\d)\s*", line)
+        match = _SMI_LINE.fullmatch(line)
         if match is None:
             return ()
         device = named_device(match[2], f"sm_{match[4]}{match[5]}")

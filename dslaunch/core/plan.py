@@ -162,6 +162,13 @@ class ContainerPlan:
     args: tuple[str, ...] = ()
 
 
+def is_image_file(runtime: str, image: str) -> bool:
+    """Whether an image is a file or directory here, and not the name of one elsewhere."""
+    if runtime == "pyxis":  # as enroot tells them apart
+        return image.startswith(("/", "./", "../")) or image.endswith((".sqsh", ".squashfs"))
+    return "://" not in image
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
     """All that starting ranks takes; ``launch -- COMMAND`` needs nothing else.

@@ -272,6 +272,8 @@ class Agent:
         if orders["visible_devices"] is not None:
             name = device_variable(env)
             wanted = orders["visible_devices"]
+            if env.get(name) is None:
+                check_gpus(wanted["slots"])
             env[name] = to_bytes(visible_devices(wanted["slots"], wanted["of"], env.get(name)))
         check_witness(orders["witness"])
         cwd = to_bytes(orders["cwd"])
@@ -897,6 +899,33 @@ def device_variable(env: dict[bytes, bytes], root: str = "/") -> bytes:
     return next((name for name in AMD_VARIABLES if name in env), AMD_VARIABLES[0])
 
 
+def nvidia_gpus(root: str = "/") -> list[str]:
+    """The models of this host's NVIDIA GPUs, in the order of their ids; empty where they are not listed."""
+    found = []
+    for path in sorted(glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*/information"))):
+        text = read_text(path)
+        model = re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE)
+        minor = re.search(r"^Device Minor:\s*(\d+)\s*$", text, re.MULTILINE)
+        # A container without GPUs still sees the host's list, but not the device files.
+        if model and minor and os.path.exists(os.path.join(root, "dev/nvidia" + minor.group(1))):
+            found.append(model.group(1))
+    return found
+
+
+def check_gpus(slots: Sequence[str], root: str = "/") -> None:
+    """Raises Refusal for a slot that is no GPU of this host, as far as they can be told by looking."""
+    models = nvidia_gpus(root)
+    names = ("dev/nvidia[0-9]*", "dev/kfd", "dev/dxg")
+    if not models and any(glob.glob(os.path.join(root, name)) for name in names):
+        return  # AMD's, WSL's, or of a container that hides the list
+    ids = [str(index) for index in range(len(models))]
+    for slot in slots:
+        if slot not in ids and (slot.isdecimal() or not ids):
+            has = f"{len(ids)} ({','.join(ids)})" if ids else "none"
+            raise Refusal(f"the plan is for GPU {slot}, and this host has {has}",
+                          "correct its slots, or use --gpu cpu for ranks on the CPU")  # fmt: skip
+
+
 def devices_of(slots: Sequence[str], all_slots: Sequence[str], given: Sequence[str]) -> dict[str, str | None]:
     """The device of each slot among the ``given``, None where there is none; never one for two slots.
 
@@ -1029,7 +1058,10 @@ def main() -> int:
     try:
         agent.prepared = agent.prepare()
         place, versions = agent.meet(), versions_beside(agent.prepared[0])
-        agent.send("ready", time=time.time(), shm_bytes=shm_bytes(), versions=versions, **place)
+        gpus = nvidia_gpus() if orders["visible_devices"] is not None else []
+        agent.send(
+            "ready", time=time.time(), shm_bytes=shm_bytes(), versions=versions, gpus=gpus, **place
+        )  # fmt: skip
     except Refusal as refusal:
         agent.refuse(refusal)
     agent.serve(wake_fd)

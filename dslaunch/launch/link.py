@@ -147,8 +147,13 @@ class AgentLink:
             stream.close()
 
     def kill(self) -> None:
-        """KILL the agent, whose ranks the kernel then kills, and the ranks' process groups."""
-        self.process.kill()
+        """KILL the agent, whose ranks the kernel then kills, and the ranks' process groups.
+
+        Its own group too: a wrapper around ssh may have a child that holds our pipes open.
+        """
+        if self.process.poll() is None:  # not reaped: the number is still its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.kill_groups()
 

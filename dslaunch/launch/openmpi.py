@@ -32,10 +32,15 @@ def build_agent_command(
     host: Host, orders: dict[str, Any], environ: Mapping[str, str], within: Sequence[str] = ()
 ) -> Command:
     """The mpirun command that starts the agent on ``host``, ``within`` a container there."""
+    return build_command(host, packed_agent() + encode_orders(orders), within)
+
+
+def build_command(host: Host, stdin: bytes, within: Sequence[str] = ()) -> Command:
+    """The mpirun command that runs a program on ``host``: ``packed`` first on its stdin (see carried.py)."""
     argv = ("mpirun", *OPTIONS, "--host", host.name, *within, *loader_argv(forget=_PLACE_OF_THE_AGENT))
     # Its own two words for "yes, as root": without them it starts nothing there.
     env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
-    return Command(argv=argv, env=env, stdin=packed_agent() + encode_orders(orders))
+    return Command(argv=argv, env=env, stdin=stdin)
 
 
 def check_hosts(topology: Topology, environ: Mapping[str, str]) -> None:

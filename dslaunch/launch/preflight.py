@@ -17,7 +17,8 @@ _NAMED = 6
 class ReadyHost:
     """What an agent said when it was ready. ``skew_s``: how far its clock is ahead of ours.
 
-    ``versions``: of torch and DeepSpeed, where they are installed beside the program that ranks run.
+    ``versions``: of torch and DeepSpeed, where they are installed beside the program that ranks run;
+    ``gpus``: the models of NVIDIA's, where ranks use them.
     """
 
     name: str
@@ -25,6 +26,7 @@ class ReadyHost:
     shm_bytes: int | None = None
     skew_s: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
+    gpus: tuple[str, ...] = ()
 
 
 def ready_host(name: str, num_ranks: int, said: Mapping[str, Any], now: float) -> ReadyHost:
@@ -35,24 +37,18 @@ def ready_host(name: str, num_ranks: int, said: Mapping[str, Any], now: float) -
         shm_bytes=said["shm_bytes"],
         skew_s=said["time"] - now,
         versions=said["versions"],
+        gpus=tuple(sorted(set(said["gpus"]))),
     )
 
 
 def find_doubts(hosts: Sequence[ReadyHost]) -> list[str]:
-    """A sentence for each: unequal torch or DeepSpeed, a small /dev/shm, a wrong clock."""
+    """A sentence for each: unequal torch, DeepSpeed or GPUs, a small /dev/shm, a wrong clock."""
     doubts = []
     for package in ("torch", "deepspeed"):
-        hosts_of: dict[str, list[str]] = {}
-        for host in hosts:
-            if package in host.versions:
-                hosts_of.setdefault(host.versions[package], []).append(host.name)
-        if len(hosts_of) > 1:
-            (usual, _), *others = sorted(hosts_of.items(), key=lambda item: -len(item[1]))
-            for version, names in others:
-                doubts.append(
-                    f"{package} is {version} on {_names(names)}, but {usual} on the others: ranks may hang or"
-                    f" compute something else; --exclude {'@'.join(names)} leaves that out"
-                )
+        versions = {host.name: host.versions[package] for host in hosts if package in host.versions}
+        doubts += _unequal(package, versions, "ranks may hang or compute something else")
+    gpus = {host.name: ", ".join(host.gpus) for host in hosts if host.gpus}
+    doubts += _unequal("the GPU", gpus, "the others wait for the slowest, and fit what the smallest fits")
     small: dict[tuple[str, str], list[str]] = {}
     for host in hosts:
         if (problem := shm_problem(host.shm_bytes, host.num_ranks)) is not None:
@@ -63,6 +59,19 @@ def find_doubts(hosts: Sequence[ReadyHost]) -> list[str]:
         if (problem := clock_problem(host.skew_s - middle)) is not None:
             doubts.append(f"{host.name}: {problem}")
     return doubts
+
+
+def _unequal(what: str, value_of: Mapping[str, str], so: str) -> list[str]:
+    """A sentence for each value that most hosts have not; ``value_of`` is by host."""
+    hosts_of: dict[str, list[str]] = {}
+    for name, value in value_of.items():
+        hosts_of.setdefault(value, []).append(name)
+    (usual, _), *others = sorted(hosts_of.items(), key=lambda item: -len(item[1])) or [("", [])]
+    return [
+        f"{what} is {value} on {_names(names)}, but {usual} on the others: {so};"
+        f" --exclude {'@'.join(names)} leaves that out"
+        for value, names in others
+    ]
 
 
 def shm_problem(total_bytes: int | None, num_ranks: int) -> str | None:

@@ -34,8 +34,10 @@ from dslaunch.launch import agent
 TIMEOUT_S = 20.0
 MOST_LOCKS = 20  # looked at: each takes a walk through /proc
 # What the launcher's side reads devices, memory and CPU from, as it does on its own host.
-FILES = ("proc/meminfo", "proc/self/cgroup", "proc/driver/nvidia/gpus/*/information",
-         "sys/class/kfd/kfd/topology/nodes/*/properties")  # fmt: skip
+FILES = (
+    "proc/meminfo", "proc/self/cgroup", "proc/driver/nvidia/version",
+    "proc/driver/nvidia/gpus/*/information", "sys/class/kfd/kfd/topology/nodes/*/properties",
+)  # fmt: skip
 DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/kfd", "dev/dxg")
 MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
 VISIBLE = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -63,9 +65,9 @@ print(json.dumps({"version": sys.version.split()[0], "packages": {n: version(n) 
 def facts(request: dict[str, Any], root: str = "/") -> dict[str, Any]:
     """Everything but the way to host 0. What cannot be found out is None."""
     env = {**os.environ, **request["env"]}
-    cache = request["cache"]
-    own_ops = request["ops_cpu"] is None or request["ops_cpu"] == agent.cpu_key()
-    ops = request["ops"] if own_ops else request["ops"] + "-" + agent.cpu_key()
+    cache, ops = (os.path.expanduser(request[name]) for name in ("cache", "ops"))
+    if request["ops_cpu"] not in (None, agent.cpu_key()):
+        ops += "-" + agent.cpu_key()
     return {
         "node": os.uname().nodename,
         "machine": os.uname().machine,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -14,17 +12,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from dslaunch.core.command import Command, holds_secret
 from dslaunch.core.plan import Via
 from dslaunch.core.topology import Host, is_this_machine
-from dslaunch.launch import agent, probe, slurm, ssh
-from dslaunch.launch.carried import LOADER, packed
+from dslaunch.launch import agent, mpich, openmpi, probe, slurm, ssh
+from dslaunch.launch.asking import NoAnswer, Program
+from dslaunch.launch.carried import LOADER, loader_argv, packed
+from dslaunch.launch.container import without_the_images_own
 from dslaunch.launch.orders import encode_orders, forwarded
-from dslaunch.launch.startup import WORTH_ANOTHER_TRY
-from dslaunch.launch.text import printable
+from dslaunch.launch.startup import HAS_GIVEN_UP, WORTH_ANOTHER_TRY
 
 _FANOUT = 64
 _TRIES = 3
@@ -139,7 +138,8 @@ class ProbeRequest:
     smi: Sequence[str]
     master_addr: str | None = None
     master_port: int | None = None
-    via: Via = "ssh"  # by srun all hosts are reached, else those that are not this machine
+    via: Via = "ssh"  # by it all hosts are reached, by ssh those that are not this machine
+    within: Sequence[str] = ()  # words that lead into a container on each host
     gpus: bool = False
 
 
@@ -162,7 +162,7 @@ def probe_hosts(hosts: Sequence[Host], request: ProbeRequest, *, timeout_s: floa
                     tried = program.ask({"addr": where[0], "port": where[1]}, "reached")
                     return replace(probed, unreached=tried["problem"], interface=tried["interface"])
                 return probed
-        except _Failed as error:
+        except NoAnswer as error:
             return Probed(host=hosts[node_rank], problem=str(error))
         finally:
             if node_rank > 0:
@@ -187,89 +187,23 @@ def root_of(facts: HostFacts) -> Iterator[Path]:
         yield Path(name)
 
 
-class _Failed(Exception):
-    """The host did not answer; the text says how."""
-
-
-class _Program:
-    """A running probe. What it complains of, or the way to it, is in ``said``."""
-
-    def __init__(self, command: Command, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._stderr = TemporaryFile()  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._stdin, self._stdout = self.process.stdin, self.process.stdout
-
-    def ask(self, question: bytes | dict[str, Any], event: str) -> dict[str, Any]:
-        """Send ``question`` and wait for the answer of that name; other lines (login noise) are skipped.
-
-        Raises _Failed where it does not come in time.
-        """
-        until = time.monotonic() + self.timeout_s
-        line = question if isinstance(question, bytes) else encode_orders(question)
-        watchdog = threading.Timer(self.timeout_s, self.process.kill)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            with contextlib.suppress(OSError):  # where it has ended, what it printed says why
-                self._stdin.write(line)
-                self._stdin.flush()
-            for answer in self._stdout:
-                with contextlib.suppress(ValueError):
-                    found = json.loads(answer)
-                    if isinstance(found, dict) and found.get("event") == event:
-                        return found
-        finally:
-            watchdog.cancel()
-        raise _Failed(self._ending(until))
-
-    def said(self) -> bytes:
-        self._stderr.seek(0)
-        return self._stderr.read()[-2000:]
-
-    def close(self) -> None:
-        """The end of its stdin ends it."""
-        with contextlib.suppress(OSError):
-            self._stdin.close()
-        try:
-            self.process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._stdout.close()
-        self._stderr.close()
-
-    def _ending(self, until: float) -> str:
-        try:  # the end of its stdout need not be its own
-            code = self.process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
-        words = printable(self.said().decode("utf-8", "surrogateescape").strip()[-500:])
-        how = f"no answer within {self.timeout_s:g} s" if code == -9 else f"it ended with code {code}"
-        return words or how if code != -9 else how + (f"; it said: {words}" if words else "")
-
-
 @contextlib.contextmanager
 def _answering(
     hosts: Sequence[Host], node_rank: int, request: ProbeRequest, timeout_s: float
-) -> Iterator[tuple[_Program, Probed]]:
-    """The probe on one host and what it has found, while it still runs. Raises _Failed."""
+) -> Iterator[tuple[Program, Probed]]:
+    """The probe on one host and what it has found, while it still runs. Raises NoAnswer."""
     host = hosts[node_rank]
-    is_local = request.via != "slurm" and is_this_machine(host.name)
+    is_local = is_here(request.via, host)
     stdin = _packed_probe() + encode_orders(_orders(hosts, node_rank, request, is_local=is_local))
     command = _command(host, stdin, request, is_local=is_local)
     worth = WORTH_ANOTHER_TRY.get(request.via, ())
     for attempt in range(1, _TRIES + 1):
-        program = _Program(command, timeout_s)
+        program = Program(command, timeout_s, HAS_GIVEN_UP.get(request.via, lambda _: False))
         try:
             began = time.time()
             hello = program.ask(command.stdin or b"", "hello")
             heard = time.time()
-        except _Failed:
+        except NoAnswer:
             turned_away = any(text in program.said() for text in worth)
             program.close()
             if is_local or not turned_away or attempt == _TRIES:
@@ -286,12 +220,23 @@ def _answering(
         return
 
 
+def is_here(via: Via, host: Host) -> bool:
+    """Whether a host is asked without that way to it: this machine, where ssh would lead to it."""
+    return via in ("local", "ssh") and is_this_machine(host.name)
+
+
 def _command(host: Host, stdin: bytes, request: ProbeRequest, *, is_local: bool) -> Command:
+    within = request.within
     if is_local:
-        return Command(argv=(sys.executable, "-I", "-S", "-c", LOADER), stdin=stdin)
+        loader = loader_argv() if within else (sys.executable, "-I", "-S", "-c", LOADER)
+        return Command(argv=(*within, *loader), stdin=stdin)
     if request.via == "slurm":
-        return slurm.build_command(host, stdin, request.environ, gpus=request.gpus)
-    return ssh.build_command(host, stdin)
+        return slurm.build_command(host, stdin, request.environ, gpus=request.gpus, within=within)
+    if request.via == "openmpi":
+        return openmpi.build_command(host, stdin, within)
+    if request.via == "mpich":
+        return mpich.build_command(host, stdin, request.environ, within)
+    return ssh.build_command(host, stdin, within)
 
 
 def _probed(host: Host, answer: dict[str, Any], skew_s: float) -> Probed:
@@ -324,7 +269,9 @@ def _host_facts(found: dict[str, Any]) -> HostFacts:
 def _orders(
     hosts: Sequence[Host], node_rank: int, request: ProbeRequest, *, is_local: bool
 ) -> dict[str, Any]:
-    env = forwarded(request.environ) if request.via == "ssh" and not is_local else {}
+    env = forwarded(request.environ) if request.via != "slurm" and not is_local else {}
+    if request.within:
+        env = without_the_images_own(forwarded(request.environ))
     others = [host.name for host in hosts if host is not hosts[node_rank]][:_PEERS]
     meet = {"peers": others, "addr": request.master_addr, "port": request.master_port}
     return {
@@ -332,10 +279,10 @@ def _orders(
         "packages": list(request.packages),
         "env": {name: value for name, value in env.items() if not holds_secret(name, value)},
         "cwd": request.cwd,
-        "witness": request.witness if not is_local else None,
+        "witness": request.witness if request.within or not is_local else None,
         "cache": request.cache,
         "ops": request.ops,
-        "ops_cpu": None if "TORCH_EXTENSIONS_DIR" in request.environ else agent.cpu_key(),
+        "ops_cpu": None if "TORCH_EXTENSIONS_DIR" in request.environ or request.within else agent.cpu_key(),
         "smi": list(request.smi),
         "names": others,
         "meet": meet if node_rank == 0 else None,

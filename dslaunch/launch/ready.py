@@ -30,11 +30,24 @@ def check_ready(plan: LaunchPlan, *, device_source: str | None = None) -> Mappin
     """
     environ = utf8_environ()
     check_launch(plan, environ)
+    check_way(plan, environ)
     if plan.via == "local":
-        local.check_hosts(plan.topology)
         local.check_devices(plan, environ, source=device_source)
         if plan.container is None:
             local.check_program(plan, environ)
+    allow_open_files(plan.topology.num_nodes)
+    if plan.master_port is not None and not is_elsewhere(plan, plan.topology.hosts[0]):
+        lease_port(plan.master_port).close()
+    return environ
+
+
+def check_way(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Whether the hosts, and the containers on them, can be reached from here, as far as that is known here.
+
+    Raises ConfigError for what that way has no word for, EnvironmentNotReady where a program is missing.
+    """
+    if plan.via == "local":
+        local.check_hosts(plan.topology)
     elif plan.via == "slurm":
         slurm.check_job(plan.topology, environ)
     elif plan.via == "openmpi":
@@ -43,13 +56,9 @@ def check_ready(plan: LaunchPlan, *, device_source: str | None = None) -> Mappin
         mpich.check_hosts(plan.topology, environ)
     else:
         ssh.check_client(environ)
-    allow_open_files(plan.topology.num_nodes)
     if plan.container is not None:
         here = any(way_to(plan, host) == "local" for host in plan.topology.hosts)
         check_container(plan, environ, here=here)
-    if plan.master_port is not None and not is_elsewhere(plan, plan.topology.hosts[0]):
-        lease_port(plan.master_port).close()
-    return environ
 
 
 def check_packages(plan: RunPlan) -> None:

@@ -21,7 +21,7 @@ from dslaunch.launch.container import enter_words
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.orders import build_orders, is_elsewhere, way_to
 from dslaunch.launch.preflight import ReadyHost, find_doubts, ready_host
-from dslaunch.launch.text import printable
+from dslaunch.launch.text import said
 from dslaunch.launch.verdict import describe_code
 
 # One file per way to reach a host; each turns (host, orders, our environment, words that lead into
@@ -209,9 +209,9 @@ class Startup:
         self._answer_by = float("inf")
         silent = [self._links[node_rank] for node_rank in sorted(self._awaited) if node_rank in self._links]
         for link in silent:
-            words = printable(link.stderr.decode("utf-8", "replace").strip()[-500:])
-            said = f"; it said: {words}" if words else ""
-            self.note_unusable(link, f"no answer within {_ANSWER_S:g} s{said}", None)
+            words = said(link.stderr, 500)
+            it_said = f"; it said: {words}" if words else ""
+            self.note_unusable(link, f"no answer within {_ANSWER_S:g} s{it_said}", None)
         return silent
 
     def _end_those_that_gave_up(self) -> None:
@@ -221,7 +221,7 @@ class Startup:
         self._look_at = time.monotonic() + _LOOK_S if self._connecting else float("inf")
         for link in (self._links[node_rank] for node_rank in self._connecting):
             if HAS_GIVEN_UP[self.plan.via](link.process.pid):
-                link.process.kill()
+                link.kill()
 
     def describe_wait(self) -> str | None:
         """Which hosts the start waits for, e.g. ``2 of 3 hosts have answered; waiting for node3``."""
@@ -304,7 +304,7 @@ def describe_lost_agent(link: AgentLink) -> str:
     code = link.process.wait()
     while link.read_stderr():
         pass
-    words = printable(link.stderr.decode("utf-8", "replace").strip()[-1000:])
+    words = said(link.stderr, 1000)
     if link.is_local:
         return f"the agent on {link.host.name} {describe_code(code)}" + (f": {words}" if words else "")
     return f"the connection to {link.host.name} ended" + (f": {words}" if words else f" (code {code})")

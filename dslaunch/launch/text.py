@@ -21,3 +21,13 @@ def utf8_environ() -> dict[str, str]:
 def printable(text: str) -> str:
     """For a message: bytes that are no UTF-8 become backslash escapes."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def said(stderr: bytes, most: int) -> str:
+    """What a program that led to a host complained of: the end of it, at most ``most`` characters.
+
+    Open MPI puts a page of general advice, in a frame of dashes, behind what ssh said.
+    """
+    text = stderr.decode("utf-8", "surrogateescape").strip()
+    own, frame, _ = text.partition("\n-----")
+    return printable((own if frame else text).strip()[-most:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,3 +85,18 @@ def test_the_end_of_the_launcher_ends_what_it_started(box: Container, folder: Pa
         os.kill(launched.process.pid, number)
         launched.process.wait(30)
         wait_until(lambda: programs_in(box) == [], "nothing is left in the container", 20.0)
+
+
+def test_doctor_looks_inside(box: Container, folder: Path) -> None:
+    """At the container's Python, which has no torch, and not at ours."""
+    argv = ["-m", "dslaunch", "doctor", "--gpu", "cpu", "--container", f"{box.runtime}:box", "--json"]
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    (host,) = report["hosts"]
+    python = subprocess.run(["/usr/bin/python3", "-V"], capture_output=True, text=True, check=True)
+    assert f"Python {host['python']}" == python.stdout.strip()
+    found = {f["code"]: f["message"] for f in report["findings"] if f["severity"] == "error"}
+    assert found["packages"] == "torch, deepspeed are not installed"
+    assert "run-dir" not in found
+    assert programs_in(box) == []

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dslaunch.core.hostfile import parse_hostfile, select_hosts
 from dslaunch.core.plan import LaunchPlan, from_json, to_json
 from dslaunch.core.topology import Host, Topology, local_topology
 from dslaunch.launch import agent
-from dslaunch.launch.agent import Refusal, visible_devices
+from dslaunch.launch.agent import Refusal, check_gpus, nvidia_gpus, visible_devices
 from dslaunch.launch.jit_cache import torch_extensions_dir
 from dslaunch.launch.orders import build_orders, check_launch, encode_orders
 from tests.launch.conftest import Launch
@@ -216,3 +217,43 @@ def test_ops_are_kept_apart_per_interpreter() -> None:
     assert ours.parent == Path("/cache/torch_extensions")
     assert ours == torch_extensions_dir(sys.executable, environ, "/tmp")
     assert ours != torch_extensions_dir("/usr/bin/other-python", environ, "/")
+
+
+def gpu_host(root: Path, num_gpus: int, *, listed: bool = True, files: Sequence[str] = ()) -> str:
+    """A machine made of files, with as many GPUs; ``files``: device files besides."""
+    (root / "dev").mkdir(parents=True)
+    for index in range(num_gpus):
+        (root / f"dev/nvidia{index}").touch()
+        if listed:
+            folder = root / f"proc/driver/nvidia/gpus/0000:0{index}:00.0"
+            folder.mkdir(parents=True)
+            (folder / "information").write_text(
+                f"Model: \t\t NVIDIA A100-SXM4-80GB\nIRQ:   \t\t 9\nDevice Minor: \t {index}\n"
+            )
+    for name in files:
+        (root / "dev" / name).touch()
+    return str(root)
+
+
+def test_gpus_that_a_host_has(tmp_path: Path) -> None:
+    root = gpu_host(tmp_path, 4)
+    assert nvidia_gpus(root) == ["NVIDIA A100-SXM4-80GB"] * 4
+    check_gpus(["0", "3"], root)
+    check_gpus(["GPU-1a2b", "MIG-3c4d"], root)  # which those are only the driver knows
+    (tmp_path / "dev/nvidia3").unlink()  # not given to this container
+    with pytest.raises(Refusal, match=r"the plan is for GPU 3, and this host has 3 \(0,1,2\)"):
+        check_gpus(["0", "3"], root)
+
+
+@pytest.mark.parametrize(
+    ("num", "listed", "files"), [(4, False, ()), (0, True, ("kfd",)), (0, True, ("dxg",))]
+)
+def test_gpus_that_are_there_and_not_listed(
+    tmp_path: Path, num: int, listed: bool, files: Sequence[str]
+) -> None:
+    check_gpus(["7"], gpu_host(tmp_path, num, listed=listed, files=files))
+
+
+def test_a_host_without_gpus(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="the plan is for GPU GPU-1a, and this host has none"):
+        check_gpus(["GPU-1a"], gpu_host(tmp_path, 0))

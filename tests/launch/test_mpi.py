@@ -74,16 +74,20 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
         yield hosts
 
 
+def put_in_path(way: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "bin").mkdir()
+    if way == "openmpi":
+        (folder / "bin/mpirun").symlink_to(str(shutil.which("mpirun.openmpi")))  # may be another MPI's
+    monkeypatch.setenv("PATH", f"{folder}/bin{os.pathsep}{os.environ['PATH']}")
+
+
 @pytest.fixture(params=WAYS)
 def over(
     bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Over]:
     """``over(code, *words)`` runs Python code on each slot of the hosts."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bin").mkdir()
-    if request.param == "openmpi":
-        (tmp_path / "bin/mpirun").symlink_to(str(shutil.which("mpirun.openmpi")))  # may be another MPI's
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+    put_in_path(request.param, tmp_path, monkeypatch)
     (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=1\n")
     with ExitStack() as stack:
 
@@ -167,6 +171,8 @@ def test_a_host_that_is_not_there(bed: Testbed, over: Over) -> None:
     code, _, err = over("touch('started')").wait()
     assert code == 3
     assert "host nowhere: " in err
+    assert "ssh: Could not resolve hostname nowhere" in err
+    assert "-----" not in err
     assert "--exclude nowhere" in err
     assert not Path("started").exists()
 
@@ -208,6 +214,29 @@ class _Relay:
         self.most_on_the_way = max(self.most_on_the_way, len(some))
         self.room -= len(some)
         self.process.stdin.write(some)
+
+
+@real
+@pytest.mark.parametrize("way", WAYS)
+def test_doctor_asks_hosts_that_way(
+    bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_LONG", "x" * 100_000)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    put_in_path(way, tmp_path, monkeypatch)
+    (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\nnowhere slots=1\n")
+    argv = ["-m", "dslaunch", "doctor", "--hostfile", "hosts", "--gpu", "cpu", "--via", way, "--json"]
+    command = [*bed.hub(), sys.executable, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    assert report["master"]["addr"] == bed.address("node1")
+    wrong = {f["host"]: f["message"] for f in report["findings"] if f["severity"] == "error"}
+    assert list(wrong) == ["nowhere"]
+    assert "nowhere" in wrong["nowhere"]
+    assert "no answer within" not in wrong["nowhere"]
+    assert report["exclude"] == "nowhere"
 
 
 def test_a_program_is_run_by_the_relay_as_room_is_made() -> None:

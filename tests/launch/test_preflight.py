@@ -24,6 +24,16 @@ def test_another_torch() -> None:
     assert find_doubts([*NODES, replace(NODE, name="d", versions={})]) == []  # not known there
 
 
+def test_other_gpus() -> None:
+    nodes = [replace(host, gpus=("NVIDIA A100-SXM4-80GB",)) for host in NODES]
+    assert find_doubts([*nodes, replace(NODE, name="d")]) == []  # not known there
+    (doubt,) = find_doubts([*nodes, replace(NODE, name="d", gpus=("NVIDIA H100 80GB HBM3",))])
+    assert doubt.startswith("the GPU is NVIDIA H100 80GB HBM3 on d, but NVIDIA A100-SXM4-80GB on the others:")
+    assert doubt.endswith("; --exclude d leaves that out")
+    said = {"time": 0.0, "shm_bytes": None, "versions": {}, "gpus": ["A", "A", "B"]}
+    assert ready_host("a", 1, said, now=0.0).gpus == ("A", "B")
+
+
 def test_a_small_shared_memory_is_said_once_for_all_hosts() -> None:
     hosts = [replace(host, shm_bytes=64 * 2**20) for host in NODES]
     assert find_doubts(hosts) == [
@@ -33,7 +43,7 @@ def test_a_small_shared_memory_is_said_once_for_all_hosts() -> None:
 
 
 def test_a_clock_that_is_wrong() -> None:
-    said = {"time": 1000.0, "shm_bytes": None, "versions": {}}
+    said = {"time": 1000.0, "shm_bytes": None, "versions": {}, "gpus": []}
     hosts = [ready_host(name, 1, said, now=1000.2) for name in "abc"]
     assert find_doubts(hosts) == []
     late = ready_host("d", 1, {**said, "time": 940.0}, now=1000.2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -153,3 +154,39 @@ def test_ops_are_built_once_on_every_host(
     logs = [path.read_text() for path in sorted(folder.glob("logs/rank-*.log"))]
     assert len(logs) == 3
     assert all(f"the ops are in {ops_dir}" in log for log in logs)
+
+
+def test_gpus_that_are_not_those_of_the_plan(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 of 8 GPUs on node2, another kind on node3, and an older driver there."""
+    have = {
+        "node1": (8, "NVIDIA A100-SXM4-80GB, 81920, 8.0", "550.54.14"),
+        "node2": (4, "NVIDIA A100-SXM4-80GB, 81920, 8.0", "550.54.14"),
+        "node3": (8, "Tesla V100-SXM2-32GB, 32768, 7.0", "470.82.01"),
+    }
+    cases = "".join(
+        f"{name}) for i in $(seq 0 {count - 1}); do echo $i, '{row}, {driver}'; done;;\n"
+        for name, (count, row, driver) in have.items()
+    )
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncase $(uname -n) in\n{cases}esac\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    Path("gpus").write_text("".join(f"{name} slots=8\n" for name in have))
+    code, out, err = doctor("--gpu", "a100", "--json", hostfile="gpus")
+    text = doctor("--gpu", "a100", hostfile="gpus")[1]
+    assert code == 1, err
+    errors = {
+        host: [(f["code"], f["message"]) for f in faults if f["severity"] == "error"]
+        for host, faults in findings(out).items()
+    }
+    assert errors == {
+        "node1": [],
+        "node2": [("devices", "the plan is for GPU 4, but it shows 4 (0, 1, 2, 3)")],
+        "node3": [("device-kind", "the plan is for a100 (sm_80), but it has v100 (sm_70)")],
+    }
+    older = "NVIDIA driver 470.82.01, but 550.54.14 on other hosts"
+    assert [f["severity"] for f in findings(out)["node3"] if f["message"] == older] == ["warning"]
+    assert json.loads(out)["exclude"] == "node2@node3"
+    assert "without what cannot be used: --exclude node2@node3\n" in text
+    assert "devices        8 x a100 (sm_80), 78.8 GiB   node1\n" in text

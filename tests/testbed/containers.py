@@ -56,6 +56,9 @@ class Container:
             except subprocess.TimeoutExpired:
                 os.killpg(self._daemon.pid, signal.SIGKILL)
                 self._daemon.wait()
+        for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
+            if (mounted := line.split()[1]).startswith(f"{self.folder}/"):  # docker leaves one
+                subprocess.run(["umount", mounted], check=False)
 
     def do(self, *words: str) -> str:
         """What a command of the runtime prints."""
