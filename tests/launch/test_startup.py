@@ -18,6 +18,7 @@ from dslaunch.core.command import Command
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host, Topology
 from dslaunch.launch import agent, startup, watch
+from dslaunch.launch.link import AgentLink
 from dslaunch.launch.orders import encode_orders
 from dslaunch.launch.screen import Screen
 from dslaunch.launch.startup import HostsUnusable
@@ -168,3 +169,15 @@ def test_so_many_hosts_are_not_for_ssh(tmp_path: Path, num_hosts: int, via: Any,
     screen.close(lambda: False)
     text = err.getvalue().decode()
     assert ("For more use srun or MPI" in text) == said
+
+
+def test_a_wrapper_around_ssh_is_killed_with_its_children() -> None:
+    """They hold our pipes: while one lives, the end of the connection is not heard."""
+    host = Host(name="a", slots=("0",))
+    link = AgentLink(host, Command(argv=("sh", "-c", "sleep 60; exit 1"), stdin=b"x"), is_local=False)
+    began = time.monotonic()
+    link.kill()
+    with pytest.raises(EOFError):
+        list(link.read_events())
+    link.close(1.0)
+    assert time.monotonic() - began < 30
