@@ -135,7 +135,8 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
     if plan is not None:
         return _Case(hosts=hosts, launch=plan.launch, ds_config=plan.ds_config)
     folder = Path(run_dir) if run_dir else runs_root(os.environ, Path.cwd())
-    container = options.container_plan(flags["container"]) if flags["container"] else None
+    named = flags["container"]
+    container = None if named is None else options.container_plan(named)
     launch = LaunchPlan(
         argv=("python3" if container else sys.executable,),
         topology=hosts.topology,

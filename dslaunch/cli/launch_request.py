@@ -210,7 +210,7 @@ def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandP
         topology=ranks.topology,
         run_dir=utf8(str(_command_run_dir(request, name))),
         cwd=utf8(os.getcwd()),
-        container=options.container_plan(request.container) if request.container else None,
+        container=None if request.container is None else options.container_plan(request.container),
         device_type=ranks.device_type,
         via=ranks.via,
         spare_hosts=ranks.spares if request.max_restarts else (),
