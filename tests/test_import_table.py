@@ -34,7 +34,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "train": {
         "torch", "deepspeed", "transformers", "peft", "datasets", "pyarrow", "numpy", "safetensors",
         "tokenizers", "gguf", "hjson", "jinja2", "huggingface_hub", "tensorboard", "wandb", "mlflow",
-        "psutil",
+        "psutil", "bitsandbytes",
     },
     "cli": {"click", "jinja2", "yaml"},
 }  # fmt: skip

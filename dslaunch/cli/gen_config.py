@@ -27,12 +27,12 @@ _LENGTH = ("scheduler", "num_samples", "num_train_epochs", "max_steps", "warmup_
     "--gradient-clipping", type=float, metavar="NORM", help="Largest gradient norm; 0: no clipping."
 )
 @click.option("--lr", type=float, metavar="RATE", help="Peak learning rate.")
-@click.option("--optimizer", metavar="NAME", help="AdamW, Adam, SGD or Lion.")
+@click.option("--optimizer", metavar="NAME", help="AdamW, Adam, SGD, Lion, ... (docs/optimizers.md).")
 @click.option("--model", metavar="MODEL", help="Model to plan for: hub id, directory or .gguf file.")
 @click.option(
     "--scheduler",
-    type=click.Choice(["linear", "cosine", "constant"]),
-    help="Write a scheduler block, for a script of your own.",
+    type=click.Choice(["linear", "cosine", "constant", "wsd"]),
+    help="Write a scheduler block, for a script of your own (DeepSpeed has no wsd).",
 )
 @click.option("--num-samples", type=click.IntRange(min=1), metavar="N", help="Samples of the data.")
 @click.option("--num-train-epochs", type=float, metavar="E", help="Times each is seen (default 1).")

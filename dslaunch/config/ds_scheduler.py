@@ -27,6 +27,11 @@ def build_scheduler(flags: Mapping[str, Any], *, lr: float, train_batch_size: in
             f"--{given.replace('_', '-')} is for the scheduler block, and there is none",
             hint=f"add --scheduler {'|'.join(KINDS)}, or leave it out",
         )
+    if kind == "wsd":
+        raise ConfigError(
+            "--scheduler wsd: DeepSpeed has no schedule with a stable part before the decay",
+            hint="use a run file, whose worker has one, or linear, cosine or constant",
+        )
     total = _total(flags, train_batch_size)
     warmup = max(_warmup(flags, total), _LEAST_WARMUP)
     if warmup >= total and kind != "constant":

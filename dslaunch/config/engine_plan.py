@@ -10,7 +10,12 @@ from typing import Any, Literal
 from dslaunch.config.facts import Facts
 from dslaunch.config.host_devices import check_gpu
 from dslaunch.config.hosts import ResolvedHosts, resolve_hosts
-from dslaunch.config.optimizer import ChosenOptimizer, resolve_optimizer
+from dslaunch.config.optimizer import (
+    ChosenOptimizer,
+    check_fit,
+    check_json_says_it_all,
+    resolve_optimizer,
+)
 from dslaunch.config.precision import communication_data_type, resolve_precision
 from dslaunch.config.report import Report
 from dslaunch.config.spec import RunSpec
@@ -82,6 +87,15 @@ def resolve_engine(
     if batch is None or precision is None:
         _check_raw_keys(report, facts, zero_options, chosen, batch, precision)
         return None
+    offload = (zero_options.get("offload_optimizer") or {}).get("device")
+    check_fit(
+        chosen.plan,
+        zero_stage=stage,
+        precision=precision,
+        offload=offload,
+        report=report,
+        shards=not uses_torch(spec) and (stage > 0 or precision != "fp32"),
+    )
     if stage == 0 and not uses_torch(spec):
         _note_stage_0(precision, isinstance(spec, RunSpec), report)
     return _engine_plan(spec, zero_options, chosen, batch, precision, fp16, hosts.devices), hosts
@@ -277,6 +291,7 @@ def check_for_own_script(engine: EnginePlan, report: Report) -> None:
             "use stage: 1 (--zero-stage 1), which computes the same; `dslaunch launch` may keep stage 0,"
             " which its worker runs as stage 1",
         )
+    check_json_says_it_all(engine.optimizer, report)
 
 
 def _note_stage_0(precision: Precision, own_worker: bool, report: Report) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dslaunch.core.data_files import JSON_LINES
 from dslaunch.core.plan import DataSource, RunPlan
-from dslaunch.core.training_length import total_steps, warmup_steps
+from dslaunch.core.training_length import decay_steps, total_steps, warmup_steps
 
 _LARGEST_COUNTED = 2**31  # bytes: some seconds of reading
 
@@ -31,10 +31,11 @@ class RunLength:
 def length_of_run(plan: RunPlan) -> RunLength:
     """Steps of a run, counted in its data where that is JSON lines on this machine.
 
-    Raises ConfigError where there is no sample, and where the warm-up is longer than the training.
+    Raises ConfigError where there is no sample, and where warm-up and decay are longer than the training.
     """
     size, epochs, most = plan.batch.train_batch_size, plan.num_train_epochs, plan.max_steps
     if most is not None:
+        decay_steps(plan.scheduler, most)
         return RunLength(
             most, warmup_steps(plan.scheduler, most), True, "max_steps", _warmup_reason(plan, most)
         )
@@ -43,6 +44,7 @@ def length_of_run(plan: RunPlan) -> RunLength:
         reason = "known once the data is tokenised; only JSON lines of this machine are counted before"
         return RunLength(None, plan.scheduler.warmup_steps, False, reason, _warmup_reason(plan, None))
     total = total_steps(samples, size, epochs, None)
+    decay_steps(plan.scheduler, total)
     reason = f"{samples} samples x {epochs:g} epochs / train_batch_size {size}, rounded up"
     if plan.data.packing:
         reason += "; at most: packing puts several samples in a row"

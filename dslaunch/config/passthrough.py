@@ -18,7 +18,8 @@ from dslaunch.config.nested import Path, holds, leaves
 from dslaunch.config.rendered import place_of
 from dslaunch.config.report import Report
 from dslaunch.config.spec import RunSpec
-from dslaunch.config.spec_engine import Fp16Spec, OptimizerParamsSpec, OptimizerSpec
+from dslaunch.config.spec_engine import Fp16Spec
+from dslaunch.config.spec_optimizer import OptimizerParamsSpec, OptimizerSpec
 from dslaunch.core.devices import Device
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.finding import Finding, key_text
@@ -30,7 +31,7 @@ _FREE = {("zero_allow_untested_optimizer",), ("communication_data_type",)}
 # What ``check`` advises of a loss scale is said of the run file's own, too: it is what was asked for.
 _ADVICE = ("initial-scale", "min-loss-scale")
 # What is said, or refused for scripts that are not ours, where the plan is made.
-_SAID_BEFORE = ("fp16-stage-0", "device")
+_SAID_BEFORE = ("fp16-stage-0", "device", "optimizer-changes-meaning", "untested-optimizer")
 _OWN_KEYS = {"scheduler": "scheduler", "bfloat16": "precision: bf16", "torch_autocast": "precision"}
 # Sections that the run file decides as a whole: path in DeepSpeed's JSON -> the spec with its own keys.
 _DECIDED: dict[Path, tuple[str, type[BaseModel] | None]] = {

@@ -80,7 +80,6 @@ def planned_values(engine: EnginePlan) -> dict[Path, Any]:
         ("fp16", "enabled"): engine.precision == "fp16",
         ("bf16", "enabled"): engine.precision == "bf16",
         ("zero_optimization", "stage"): engine.zero_stage,
-        ("optimizer", "type"): engine.optimizer.type,
     }
     if engine.fp16 is not None:
         block = dict(vars(engine.fp16))
@@ -94,7 +93,11 @@ def planned_values(engine: EnginePlan) -> dict[Path, Any]:
         values[("zero_allow_untested_optimizer",)] = True
     values |= {("zero_optimization", *path): v for path, v in leaves(engine.zero_options)}
     values |= {("scheduler", *path): v for path, v in leaves(engine.scheduler or {})}
-    values |= {("optimizer", "params", *path): v for path, v in leaves(engine.optimizer.params)}
+    if engine.optimizer.made_by == "deepspeed":
+        values[("optimizer", "type")] = engine.optimizer.type
+        values |= {("optimizer", "params", *path): v for path, v in leaves(engine.optimizer.params)}
+    else:
+        values[("zero_force_ds_cpu_optimizer",)] = False
     return values
 
 

@@ -15,7 +15,7 @@ from dslaunch.config.paths import check_data_file, check_hub_id, fail_missing
 from dslaunch.config.render import render_ds_config
 from dslaunch.config.report import Report
 from dslaunch.config.secrets import check_env
-from dslaunch.config.spec import AdapterSpec, DataSourceSpec, RunSpec
+from dslaunch.config.spec import AdapterSpec, DataSourceSpec, RunSpec, SchedulerSpec
 from dslaunch.core.model_path import ModelKind, is_gguf
 from dslaunch.core.plan import (
     IMAGE_RUNTIMES,
@@ -35,6 +35,7 @@ from dslaunch.core.plan import (
 )
 
 _DEFAULT_WARMUP_RATIO = 0.03
+_DEFAULT_DECAY_RATIO = 0.1
 
 
 def resolve(
@@ -104,6 +105,7 @@ def resolve_into(
         max_steps=steps,
         output=output,
         fp32_modules=loaded.spec.fp32_modules,
+        neftune_noise_alpha=_optional_float(loaded.spec.neftune_noise_alpha),
         watch=WatchPlan(**dict(loaded.spec.watch)),
         allow_untested_deepspeed=loaded.spec.allow_untested_deepspeed,
         launch=parts.launch(engine[1], run_dir=run_dir, cwd=cwd, python=interpreter),
@@ -328,12 +330,39 @@ def _scheduler(spec: RunSpec, report: Report) -> SchedulerPlan:
     if part.warmup_steps is None and ratio is None:
         ratio = 0.0 if part.type == "constant" else _DEFAULT_WARMUP_RATIO
         report.reason("scheduler.warmup_ratio", f"usual for {part.type}", "default")
+    if part.type == "constant" and report.given("scheduler.min_lr_ratio"):
+        message = "scheduler.min_lr_ratio has no effect: a constant rate does not fall"
+        report.fail("scheduler.min_lr_ratio", message, "remove it, or use type linear, cosine or wsd")
     return SchedulerPlan(
         type=part.type,
         warmup_steps=part.warmup_steps,
         warmup_ratio=ratio,
         min_lr_ratio=float(part.min_lr_ratio),
+        decay_steps=part.decay_steps,
+        decay_ratio=_decay_ratio(part, report),
+        decay_type=part.decay_type or "linear",
     )
+
+
+def _decay_ratio(part: SchedulerSpec, report: Report) -> float | None:
+    """The share of steps in which the rate of wsd falls; None where decay_steps says it, or nothing does."""
+    if part.type != "wsd":
+        for name in ("decay_steps", "decay_ratio", "decay_type"):
+            if getattr(part, name) is not None:
+                key = f"scheduler.{name}"
+                report.fail(key, f"{key} is for type wsd; the type is {part.type}", "remove it, or use wsd")
+        return None
+    if part.decay_steps is not None and part.decay_ratio is not None:
+        message = "scheduler.decay_steps and scheduler.decay_ratio are both given"
+        report.fail("scheduler.decay_ratio", message, "keep one of the two")
+    if part.decay_steps is None and part.decay_ratio is None:
+        report.reason("scheduler.decay_ratio", "usual for wsd", "default")
+        return _DEFAULT_DECAY_RATIO
+    return _optional_float(part.decay_ratio)
+
+
+def _optional_float(value: float | None) -> float | None:
+    return None if value is None else float(value)
 
 
 def _check_watch(spec: RunSpec, fp16: Fp16Plan | None, report: Report) -> None:

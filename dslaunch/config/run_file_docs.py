@@ -41,6 +41,7 @@ ORDER = [
     "gradient_accumulation_steps",
     "num_train_epochs",
     "max_steps",
+    "neftune_noise_alpha",
     "cluster",
     "launch",
     "watch",
@@ -144,6 +145,8 @@ def _allow_one_name(schema: dict[str, Any], definitions: dict[str, Any]) -> None
 def _name_lists() -> Iterator[tuple[str, str]]:
     yield from (("AdapterSpec", "target_modules"), ("AdapterSpec", "modules_to_save"))
     yield from (
+        ("OptimizerSpec", "no_decay"),
+        ("ParamGroupSpec", "match"),
         ("LaunchSpec", "secret_env"),
         ("ContainerSpec", "args"),
         ("OutputSpec", "report_to"),
@@ -218,6 +221,8 @@ def _tuple_text(args: tuple[Any, ...]) -> str:
     inner = _annotation_text(args[0], [])
     if inner == "section":
         return "path, section, or a list of them"
+    if inner.startswith("number"):
+        return f"list of {inner.replace('number', 'numbers', 1)}"
     return "name or list of names" if inner == "text" else f"{inner}, or a list of them"
 
 

@@ -73,13 +73,22 @@ class AdapterSpec(Section):
 class SchedulerSpec(Section):
     """The learning rate over optimizer steps."""
 
-    type: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after warm-up.")
+    type: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="Shape after warm-up. `wsd`: warm-up, stable, decay."
+    )
     warmup_steps: NonNegativeInt | None = Field(None, description="Steps of warm-up.")
     warmup_ratio: Fraction | None = Field(
         None, description="Warm-up as a share of all steps. Default: 0.03, unless warmup_steps is given."
     )
     min_lr_ratio: Fraction = Field(
         0.0, description="Share of lr that the rate falls to, reached right after the last step."
+    )
+    decay_steps: PositiveInt | None = Field(None, description="Last steps, in which the rate falls (wsd).")
+    decay_ratio: Fraction | None = Field(
+        None, description="The same as a share of all steps (wsd). Default: 0.1, unless decay_steps is given."
+    )
+    decay_type: Literal["linear", "cosine", "1-sqrt"] | None = Field(
+        None, description="Shape of the fall (wsd). Default: `linear`."
     )
 
 
@@ -207,6 +216,11 @@ class RunSpec(EngineSpec):
         None, description="Passes over the data. Default: 1, unless max_steps is given."
     )
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps, in place of num_train_epochs.")
+    neftune_noise_alpha: PositiveFloat | None = Field(
+        None,
+        description="NEFTune: uniform noise of at most this / sqrt(tokens of the sample x hidden size) on"
+        " the embeddings, in training alone. Usual: 5 to 15.",
+    )
     launch: LaunchSpec = Field(
         default_factory=dict, validate_default=True, description="How the ranks are started."
     )

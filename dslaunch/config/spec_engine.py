@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from dslaunch.config.spec_optimizer import OptimizerSpec
 from dslaunch.config.spec_parts import (
-    Beta,
     DeviceAsMapping,
     NamesByHost,
     NonNegativeFloat,
@@ -107,32 +107,6 @@ class ZeroSpec(Section):
     )
     offload_optimizer: Offload = Field(None, description="Keep optimizer states off the device.")
     offload_param: Offload = Field(None, description="Keep parameters off the device.")
-
-
-class OptimizerParamsSpec(Section):
-    """What the optimizer takes besides the learning rate."""
-
-    betas: tuple[Beta, Beta] | None = Field(None, description="Decay of the running averages.")
-    eps: PositiveFloat | None = Field(None, description="Added to the denominator (AdamW, Adam).")
-    weight_decay: NonNegativeFloat | None = Field(None, description="Weight decay.")
-    momentum: Beta | None = Field(None, description="Momentum (SGD).")
-    dampening: NonNegativeFloat | None = Field(None, description="Dampening of the momentum (SGD).")
-    nesterov: bool | None = Field(None, description="Nesterov momentum (SGD).")
-    torch_adam: bool | None = Field(
-        None, description="PyTorch's Adam in place of DeepSpeed's compiled one (the default on CPUs)."
-    )
-
-
-class OptimizerSpec(Section):
-    """The optimizer."""
-
-    type: Literal["AdamW", "Adam", "SGD", "Lion"] = Field("AdamW", description="Its name in DeepSpeed.")
-    lr: PositiveFloat | None = Field(
-        None, description="Peak learning rate. Default: 2e-4 with an adapter, 2e-5 without."
-    )
-    params: OptimizerParamsSpec = Field(
-        default_factory=dict, validate_default=True, description="What it takes besides."
-    )
 
 
 class ClusterSpec(Section):

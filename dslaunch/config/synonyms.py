@@ -39,6 +39,7 @@ _NAMES = {
     "lora_r": "adapter.r",
     "lora_rank": "adapter.r",
     "lora_target": "adapter.target_modules",
+    "loraplus_lr_ratio": "optimizer.loraplus_lr_ratio",
     "lora_target_modules": "adapter.target_modules",
     "lr": "optimizer.lr",
     "lr_scheduler": "scheduler",
@@ -56,6 +57,9 @@ _NAMES = {
     "num_epochs": "num_train_epochs",
     "num_gpus": "cluster.num_gpus_per_node",
     "num_processes": "cluster.num_gpus_per_node",
+    "neftune_alpha": "neftune_noise_alpha",
+    "noise_alpha": "neftune_noise_alpha",
+    "num_decay_steps": "scheduler.decay_steps",
     "num_warmup_steps": "scheduler.warmup_steps",
     "optim": "optimizer.type",
     "output_dir": "output.run_dir",
@@ -85,15 +89,20 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("bfloat16", "bf16-mixed", "bfloat"), _BF16),
         **dict.fromkeys(("float32", "float", "full", "32", "32-true", "no", "f32"), _FP32),
     },
-    "optimizer.type": dict.fromkeys(
-        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "FusedAdam", "DeepSpeedCPUAdam"), "AdamW"
-    ),
+    "optimizer.type": {
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "FusedAdam"), "AdamW"),
+        **dict.fromkeys(("DeepSpeedCPUAdam", "adamw_apex_fused"), "AdamW"),
+        **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "Adam8bit"), "AdamW8bit"),
+        **dict.fromkeys(("paged_adamw_8bit", "PagedAdam8bit"), "PagedAdamW8bit"),
+        **dict.fromkeys(("lion_32bit", "FusedLion", "DeepSpeedCPULion"), "Lion"),
+    },
     "scheduler.type": {
         "WarmupDecayLR": "linear",
         "WarmupCosineLR": "cosine",
         "cosine_with_restarts": "cosine",
         "WarmupLR": "constant",
         "constant_with_warmup": "constant",
+        "warmup_stable_decay": "wsd",
     },
     "model.attn_implementation": dict.fromkeys(
         ("flash", "flash_attn", "fa2", "flash_attention", "flash2"), "flash_attention_2"

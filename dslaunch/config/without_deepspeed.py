@@ -10,8 +10,6 @@ from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec, Fp16Spec, ZeroSpec
 from dslaunch.core.plan import OptimizerPlan
 
-# What dslaunch/train/torch_optimizers.py makes.
-OPTIMIZERS = ("AdamW", "Adam", "SGD")
 _OF_DEEPSPEED = ("torch_adam", "adam_w_mode")
 
 
@@ -27,12 +25,6 @@ def check_keys(report: Report) -> None:
     for key in ("deepspeed", "deepspeed_template"):
         if report.given(key) or getattr(spec, key):
             report.fail(key, f"{key} is for the DeepSpeed JSON, and engine is torch", f"remove {key}")
-    if spec.optimizer.type not in OPTIMIZERS:
-        report.fail(
-            "optimizer.type",
-            f"optimizer.type {spec.optimizer.type} does not run with engine torch",
-            f"use {', '.join(OPTIMIZERS)}, or engine: deepspeed",
-        )
     if spec.optimizer.params.torch_adam is False:
         key = "optimizer.params.torch_adam"
         report.fail(key, f"{key} false asks for DeepSpeed's Adam, and engine is torch", "remove torch_adam")
@@ -43,7 +35,8 @@ def plain_optimizer(plan: OptimizerPlan, report: Report) -> OptimizerPlan:
     for key in _OF_DEEPSPEED:
         report.reasons.pop(f"optimizer.params.{key}", None)
     params = {key: value for key, value in plan.params.items() if key not in _OF_DEEPSPEED}
-    return replace(plan, params=params)
+    report.reason("optimizer.made_by", "engine is torch")
+    return replace(plan, params=params, made_by="dslaunch")
 
 
 def gradscaler_settings(part: Fp16Spec, report: Report) -> Fp16Spec:

@@ -10,11 +10,11 @@ from dslaunch.core.errors import EnvironmentNotReady
 # What `pip install .` leaves out and every rank needs, by the name that is imported (as in pyproject.toml).
 TRAINING = (
     "torch", "deepspeed", "transformers", "peft", "datasets", "pyarrow", "numpy", "safetensors",
-    "accelerate", "gguf", "ninja", "setuptools", "psutil", "tensorboard",
+    "accelerate", "gguf", "ninja", "setuptools", "psutil", "tensorboard", "bitsandbytes",
 )  # fmt: skip
 HOW_TO_INSTALL = "in your clone of dslaunch, in that environment: pip install '.[train]' -c constraints.txt"
 # Of these a run can do without: curves are left out, ninja may be the system's, gguf is for .gguf files.
-_CAN_DO_WITHOUT = ("tensorboard", "ninja", "gguf")
+_CAN_DO_WITHOUT = ("tensorboard", "ninja", "gguf", "bitsandbytes")
 
 
 def missing_packages() -> tuple[str, ...]:

@@ -103,12 +103,29 @@ class Fp16Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParamGroupPlan:
+    """Parameters whose names match one of the patterns, and what is theirs alone. None: as all others."""
+
+    match: tuple[str, ...]
+    lr: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerPlan:
-    """``type`` as DeepSpeed names it; ``params`` as its JSON takes them (lr, betas, ...)."""
+    """``params`` (lr, betas, ...) as DeepSpeed's JSON takes them, or else the constructor of ``type``.
+
+    ``made_by`` dslaunch: the JSON has no optimizer, the worker hands one over.
+    ``no_decay`` None: tensors of fewer than two dimensions.
+    """
 
     type: str
     lr: float
     params: Mapping[str, Any]
+    made_by: Literal["deepspeed", "dslaunch"] = "deepspeed"
+    no_decay: tuple[str, ...] | None = None
+    loraplus_lr_ratio: float | None = None
+    groups: tuple[ParamGroupPlan, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +134,17 @@ class SchedulerPlan:
 
     Warm-up goes from ``warmup_steps`` or ``warmup_ratio`` of all steps; the
     rate falls towards ``min_lr_ratio`` x lr, which it would have in the step after
-    the last (linear, cosine), so that no step is taken at rate 0.
+    the last, so that no step is taken at rate 0: from the warm-up on (linear, cosine), or in
+    the last ``decay_steps``, or ``decay_ratio`` of all steps, alone (wsd: warm-up, stable, decay).
     """
 
-    type: Literal["constant", "linear", "cosine"]
+    type: Literal["constant", "linear", "cosine", "wsd"]
     warmup_steps: int | None = None
     warmup_ratio: float | None = None
     min_lr_ratio: float = 0.0
+    decay_steps: int | None = None
+    decay_ratio: float | None = None
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +254,7 @@ class RunPlan:
     watch: WatchPlan = field(default_factory=WatchPlan)
     allow_untested_deepspeed: str | None = None
     fp32_modules: tuple[str, ...] = ()  # patterns of modules that stay in fp32 under bf16 and fp16
+    neftune_noise_alpha: float | None = None
     deepspeed_template: str | None = None  # absolute path of the user's own that it is rendered from
     schema_version: int = SCHEMA_VERSION
 

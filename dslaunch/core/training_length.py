@@ -43,13 +43,32 @@ def warmup_steps(scheduler: SchedulerPlan, total: int) -> int:
 
     Raises ConfigError where the warm-up is longer than the training.
     """
-    if scheduler.warmup_steps is not None:
-        steps = scheduler.warmup_steps
-    else:
-        steps = math.ceil((scheduler.warmup_ratio or 0.0) * total)
+    steps = _count(scheduler.warmup_steps, scheduler.warmup_ratio, total)
     if steps > total:
         raise ConfigError(
             f"scheduler.warmup_steps {steps} is more than the {total} steps of the training",
             hint=f"use at most {total}, or set scheduler.warmup_ratio instead",
         )
     return steps
+
+
+def decay_steps(scheduler: SchedulerPlan, total: int) -> int:
+    """The number of steps in which the rate of type wsd falls, from ``decay_steps`` or ``decay_ratio``.
+
+    Raises ConfigError where warm-up and decay together are longer than the training.
+    """
+    warmup, steps = (
+        warmup_steps(scheduler, total),
+        _count(scheduler.decay_steps, scheduler.decay_ratio, total),
+    )
+    if warmup + steps > total:
+        raise ConfigError(
+            f"scheduler: {warmup} steps of warm-up and {steps} of decay are more than the {total} steps"
+            " of the training",
+            hint=f"use a shorter warm-up, or at most {total - warmup} decay_steps",
+        )
+    return steps
+
+
+def _count(steps: int | None, ratio: float | None, total: int) -> int:
+    return steps if steps is not None else math.ceil((ratio or 0.0) * total)

@@ -33,14 +33,15 @@ from dslaunch.train.data.dataset import TokenizingOptions, prepare_on_rank
 from dslaunch.train.data.isolation import check_packing_isolation
 from dslaunch.train.data.sampler import BatchSchedule
 from dslaunch.train.dist import World, barrier
+from dslaunch.train.embedding_noise import EmbeddingNoise
 from dslaunch.train.engine import TorchSettings, TrainingEngine, initialize, initialize_torch
 from dslaunch.train.loop import Job
 from dslaunch.train.model import DTYPES, LoadedModel, load_model, load_tokenizer
 from dslaunch.train.objectives.sft import SftObjective
+from dslaunch.train.optimizers import build_optimizer, parameter_groups
 from dslaunch.train.report import Report
 from dslaunch.train.schedule import build_scheduler_factory
 from dslaunch.train.stopping import StopRequest
-from dslaunch.train.torch_optimizers import build_optimizer_factory
 from dslaunch.train.watch import Watch
 
 _PROGRESS_EVERY_S = 5.0
@@ -123,11 +124,14 @@ def build_job(
         restore_checkpoint(engine, start.checkpoint)
         say(world, f"resuming at step {start.step} of {inputs.schedule.total_steps}")
         report.event("resumed", step=start.step, total_steps=inputs.schedule.total_steps)
+    # Last, so that the probe above and whatever else runs the model sees it without.
+    alpha = plan.neftune_noise_alpha
+    noise = EmbeddingNoise(engine.module, alpha) if alpha is not None else None
     return Job(
         plan=plan,
         world=world,
         engine=engine,
-        objective=SftObjective(engine, engine.module, world.device),
+        objective=SftObjective(engine, engine.module, world.device, noise=noise),
         train=inputs.train,
         evaluation=inputs.evaluation,
         schedule=inputs.schedule,
@@ -241,7 +245,12 @@ def _build_engine(
     plan: RunPlan, loaded: LoadedModel, schedule: BatchSchedule, world: World
 ) -> TrainingEngine:
     scheduler = build_scheduler_factory(plan.scheduler, schedule.total_steps)
+    groups = parameter_groups(loaded.model, plan.optimizer)
+    for line in groups.notes:
+        say(world, f"optimizer group: {line}")
+    optimizer = build_optimizer(plan.optimizer)
     if plan.engine == "torch":
+        assert optimizer is not None, "without DeepSpeed the plan says made_by dslaunch"
         settings = TorchSettings(
             precision=plan.precision,
             gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
@@ -249,14 +258,15 @@ def _build_engine(
             fp16=plan.fp16,
         )
         return initialize_torch(
-            loaded.model, settings, build_optimizer_factory(plan.optimizer), scheduler, world.device
+            loaded.model, settings, lambda _: optimizer(groups.parameters), scheduler, world.device
         )
     fp32 = loaded.fp32
     return initialize(
         loaded.model,
         dict(plan.ds_config),
+        optimizer=optimizer,
         lr_scheduler=scheduler,
-        model_parameters=loaded.trainable if fp32 is None else fp32.groups(loaded.trainable),
+        model_parameters=groups.parameters if fp32 is None else fp32.groups(groups.parameters),
         on_note=lambda text: say(world, f"note: {text}"),
         allow_untested_deepspeed=plan.allow_untested_deepspeed,
         watch=None,  # the loop watches, whatever the engine

@@ -184,12 +184,12 @@ def test_a_wrong_hostfile_comes_with_the_other_problems(capsys: pytest.CaptureFi
 def test_the_problems_of_flags_and_file_come_together(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text(RUN + "zero_optimization: {stage: 1, sub_group_size: 5}\n")
     code, _, err = run(
-        capsys, "run.yaml", "--num-gpus-per-node", "3", "--precision", "fp32", "--optimizer", "Lion"
+        capsys, "run.yaml", "--num-gpus-per-node", "3", "--precision", "fp32", "--set", "optimizer.params.d=1"
     )
     assert code == 2
     assert "run.yaml:3: train_batch_size 8 is not a multiple of world_size 3" in err
     assert "run.yaml:5: zero_optimization.sub_group_size acts at stage 3 only" in err
-    assert "--optimizer: optimizer.type Lion: DeepSpeed has it for GPUs only" in err
+    assert "--set: optimizer.params.d: AdamW does not take it" in err
 
 
 def test_fp16_at_stage_0_is_refused_for_scripts_and_run_by_our_worker(

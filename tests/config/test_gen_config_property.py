@@ -24,7 +24,11 @@ NUM_CASES = 320
 # Keys that are valid each, but not together: gen-config says so and renders nothing.
 REFUSALS = (
     "is above the first scale",
-    "Lion: DeepSpeed has it for GPUs only",
+    "Lion: no DeepSpeed JSON can name it for a CPU",
+    "AdEMAMix: no DeepSpeed JSON can name it",
+    ": DeepSpeed keeps on NVMe what its own",
+    "Adafactor: at ZeRO stage",
+    "which runs as ZeRO stage 1, it would get flat shards",
     "fp16 at zero_optimization.stage 0",
     "is for a dynamic scale",
     "nvme needs stage 3",
@@ -96,15 +100,17 @@ def _zero_value(rng: random.Random, key: str, stage: int) -> Any:
 
 
 def _optimizer(rng: random.Random, gpu: str) -> dict[str, Any]:
-    name = rng.choice(["AdamW", "AdamW", "Adam", "SGD", "Lion"])
+    name = rng.choice(["AdamW", "Adam", "SGD"] * 6 + ["Lion", "AdEMAMix", "Adafactor"])
     choices: dict[str, list[Any]] = {
         "AdamW": [{}, {"betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}, {"torch_adam": True}],
         "Adam": [{}, {"weight_decay": 0.01}, {"torch_adam": False}],
         "SGD": [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1}],
         "Lion": [{}, {"betas": [0.95, 0.98]}],
+        "AdEMAMix": [{}],
+        "Adafactor": [{}, {"beta2_decay": -0.5, "d": 2}],
     }
     optimizer: dict[str, Any] = {"type": name, "params": rng.choice(choices[name])}
-    if rng.random() < 0.8:
+    if name == "Adafactor" or rng.random() < 0.8:
         optimizer["lr"] = rng.choice([1e-6, 2e-5, 3e-4, 1, 0.1])
     return optimizer
 
@@ -176,7 +182,7 @@ def test_what_is_rendered_is_accepted_and_has_no_findings(
         config = json.loads(captured.out)
         precision = next((name for name in ("fp16", "bf16") if config[name]["enabled"]), "fp32")
         rendered[config["zero_optimization"]["stage"], precision] += 1
-    assert rendered.total() > 0.7 * NUM_CASES
+    assert rendered.total() > 0.65 * NUM_CASES
     every = {(stage, name) for stage in range(4) for name in ("fp16", "bf16", "fp32")} - {(0, "fp16")}
     assert set(rendered) == every
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dslaunch.config.load import load_run_file
+from dslaunch.config.spec_optimizer import OPTIMIZER_TYPES
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from tests.config.build import SMALL, load, only, problems
 
@@ -156,10 +157,10 @@ def test_all_unquoted_numbers_of_a_file_are_one_note() -> None:
         ("optimizer: {lr: 0}", "optimizer.lr: 0 is not > 0", None),
         (
             "optimizer: {type: adamw}",
-            "optimizer.type: adamw is not one of AdamW, Adam, SGD, Lion",
+            f"optimizer.type: adamw is not one of {', '.join(OPTIMIZER_TYPES)}",
             "did you mean AdamW?",
         ),
-        ("optimizer: {params: {betas: [0.9]}}", None, None),
+        ("optimizer: {params: {betas: 0.9}}", None, None),
         (
             "optimizer: AdamW",
             "optimizer: AdamW is not a mapping of keys to values",

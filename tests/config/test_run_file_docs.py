@@ -76,7 +76,7 @@ REFUSED = [
     "model: m\n",
     SMALL + "modle: m\n",
     SMALL + "optimizer: {lr: -1}\n",
-    SMALL + "optimizer: {params: {betas: [0.9]}}\n",
+    SMALL + "optimizer: {params: {betas: 0.9}}\n",
     SMALL + "zero_optimization: {stage: 4}\n",
     SMALL + "fp16: {loss_scale: auto}\n",
     SMALL + "cluster: {gpu: {a: 5}}\n",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dslaunch.core.plan import RunPlan
+from dslaunch.core.plan import OptimizerPlan, RunPlan
 from tests.support.plans import LORA, make_plan, save_plan, write_questions
 from tests.support.ranks import check_ranks, run_ranks
 from tests.support.tiny import make_tiny_model_dir
@@ -79,8 +79,13 @@ def _plans(root: Path) -> dict[str, RunPlan]:
             "eval_data": held_out,
         },
     }
+    # Noise and groups ride along where the random state and the optimizer's are looked at.
+    noisy = OptimizerPlan(
+        type="AdamW", lr=1e-3, params={"lr": 1e-3, "weight_decay": 0.1}, loraplus_lr_ratio=4.0
+    )
     plans = {}
     for name, settings in kinds.items():
         settings = {"model_dir": model, "data": data, **settings}
         plans[name] = make_plan(root / name, **settings)  # type: ignore[arg-type]
+    plans["s2-dropout"] = replace(plans["s2-dropout"], neftune_noise_alpha=5.0, optimizer=noisy)
     return plans

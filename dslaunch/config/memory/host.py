@@ -42,14 +42,17 @@ def checkpoint_bytes(setup: Setup) -> int:
     """Bytes on disk of one DeepSpeed checkpoint, over all ranks."""
     parts = (0 if setup.exclude_frozen else len(setup.frozen)) + len(setup.trainable)
     overhead = _TENSOR_BYTES * parts + (_FILES_BYTES if setup.engine == "deepspeed" else 0)
-    e, numel, state = setup.bytes_each, setup.numel, setup.optimizer.state
+    e, numel, states = setup.bytes_each, setup.numel, setup.optimizer.states
     frozen = 0 if setup.exclude_frozen else sum(part.nbytes for part in setup.frozen)
     if setup.zero_stage == 3:
-        own = (4 + state) * stage_3_share(setup) + (0 if setup.exclude_frozen else frozen_bytes(setup))
+        share = stage_3_share(setup)
+        own = 4 * share + states(share) + (0 if setup.exclude_frozen else frozen_bytes(setup))
         return own * setup.world_size + overhead
     if setup.zero_stage == 0:
-        return e * numel + frozen + (state if e == 4 else 4 + state) * numel + overhead
-    return e * numel + frozen + (4 + state) * flat_size(numel, setup.world_size) + overhead
+        masters = 0 if e == 4 else 4 * numel
+        return e * numel + frozen + masters + setup.optimizer.states_of(setup.trainable) + overhead
+    flat = flat_size(numel, setup.world_size)
+    return e * numel + frozen + 4 * flat + states(flat) + overhead
 
 
 def _loading(setup: Setup) -> list[Item]:
@@ -84,12 +87,15 @@ def _rounding(offloaded: list[Item]) -> int:
 
 def _largest_part(setup: Setup) -> int:
     """load_checkpoint holds one file at a time: a rank's own optimizer states, or the model's."""
-    own_states = 4 + setup.optimizer.state
     if setup.zero_stage == 3:
         frozen = 0 if setup.exclude_frozen else frozen_bytes(setup)
-        return max(own_states * stage_3_share(setup), frozen)
+        return max(_masters_and_states(setup, stage_3_share(setup)), frozen)
     frozen = 0 if setup.exclude_frozen else sum(part.nbytes for part in setup.frozen)
     model = setup.bytes_each * setup.numel + frozen
     if setup.zero_stage == 0:
-        return model + own_states * setup.numel
-    return max(own_states * shard(setup.numel, setup.world_size), model)
+        return model + _masters_and_states(setup, setup.numel)
+    return max(_masters_and_states(setup, shard(setup.numel, setup.world_size)), model)
+
+
+def _masters_and_states(setup: Setup, numel: int) -> int:
+    return 4 * numel + setup.optimizer.states(numel)

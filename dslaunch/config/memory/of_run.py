@@ -53,7 +53,7 @@ def setup_of_run(plan: RunPlan, facts: ModelFacts) -> Setup:
         plan.ds_config,
         plan.adapter,
         engine=plan.engine,
-        torch_optimizer=plan.optimizer,
+        optimizer=plan.optimizer,
         zero_stage=plan.zero_stage,
         precision=plan.precision,
         batch=plan.batch,
@@ -76,7 +76,7 @@ def setup_of_spec(
         config,
         spec.adapter,
         engine=spec.engine,
-        torch_optimizer=engine.optimizer,
+        optimizer=engine.optimizer,
         zero_stage=engine.zero_stage,
         precision=engine.precision,
         batch=engine.batch,
@@ -96,7 +96,7 @@ def _worker_setup(
     adapter: AdapterPlan | AdapterSpec | None,
     *,
     engine: EngineKind,
-    torch_optimizer: OptimizerPlan,
+    optimizer: OptimizerPlan,
     zero_stage: int,
     precision: Precision,
     batch: BatchPlan,
@@ -115,8 +115,7 @@ def _worker_setup(
     e = 4 if precision == "fp32" else 2
     alone = engine == "torch"
     if alone:
-        params = {**torch_optimizer.params, "torch_adam": True}
-        config = {"optimizer": {"type": torch_optimizer.type, "params": params}}
+        config = {}
     trainable = facts.tensors
     if adapter is not None:
         trainable = adapter_tensors(
@@ -149,7 +148,9 @@ def _worker_setup(
         mask=packing or batch.train_micro_batch_size_per_gpu > 1,
         lora_r=adapter.r if adapter else 0,
         lora_dropout=adapter.lora_dropout if adapter else 0.0,
-        optimizer=optimizer_cost(config, device_type),
+        optimizer=cost_of(
+            optimizer.type, optimizer.params, device_type, ours=optimizer.made_by == "dslaunch"
+        ),
         device_type=device_type,
         loss="dslaunch",
         exclude_frozen=adapter is not None,
@@ -231,12 +232,25 @@ def accumulates_in_fp32(config: Mapping[str, Any]) -> bool:
 def optimizer_cost(config: Mapping[str, Any], device_type: str) -> OptimizerCost:
     """What the optimizer of a DeepSpeed config keeps and needs in passing, for each trained element."""
     block = config.get("optimizer") or {}
-    params = block.get("params") or {}
-    if block.get("type") == "SGD":
+    return cost_of(str(block.get("type") or "AdamW"), block.get("params") or {}, device_type)
+
+
+def cost_of(kind: str, params: Mapping[str, Any], device_type: str, *, ours: bool = False) -> OptimizerCost:
+    """The same of one optimizer. ``ours``: made by dslaunch's worker, not by DeepSpeed."""
+    on_cpu = device_type == "cpu"
+    if kind == "SGD":
         return OptimizerCost(state=4 if params.get("momentum") else 0, temporary=4)
-    if block.get("type") == "Lion":
-        return OptimizerCost(state=4, temporary=0, fused=True)
-    if params.get("torch_adam"):
+    if kind == "Lion":
+        return (
+            OptimizerCost(state=4, temporary=4) if ours else OptimizerCost(state=4, temporary=0, fused=True)
+        )
+    if kind == "AdEMAMix":
+        return OptimizerCost(state=12, temporary=8)
+    if kind == "Adafactor":
+        return OptimizerCost(state=4, temporary=8, factored=True)
+    if kind.endswith("8bit"):
+        return OptimizerCost(temporary=8 if on_cpu else 0, eight_bit=True)
+    if params.get("torch_adam") or ours:
         # One flat tensor on a CPU: two temporaries of its size; on a GPU the foreach kernels need one.
-        return OptimizerCost(state=8, temporary=8 if device_type == "cpu" else 4)
+        return OptimizerCost(state=8, temporary=8 if on_cpu else 4)
     return OptimizerCost(state=8, temporary=0, fused=True)

@@ -51,7 +51,7 @@ def _stage_1_2(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
     host = [
         Item("fp32 master weights", 4 * share),
         Item("fp32 gradients", 4 * share),
-        Item("optimizer states", setup.optimizer.state * share),
+        Item("optimizer states", setup.optimizer.states(share)),
         Item("16-bit copy of the weights" if e == 2 else "copy of the weights", e * share),
         Item("one whole gradient", e * largest),
         Item("optimizer's temporaries", setup.optimizer.temporary * share, (UPDATE,)),
@@ -74,7 +74,7 @@ def _stage_3(setup: Setup) -> tuple[list[Item], list[Item]]:
     e, own, group = setup.bytes_each, stage_3_share(setup), largest_sub_group(setup)
     states = [
         Item("fp32 master weights", 4 * own),
-        Item("optimizer states", setup.optimizer.state * own),
+        Item("optimizer states", setup.optimizer.states(own)),
         Item("gradients", setup.accum_bytes * own),
     ]
     weights = [Item("weights", e * own), Item("frozen weights", frozen_bytes(setup))]

@@ -41,13 +41,37 @@ class ZeroOptions:
 class OptimizerCost:
     """Bytes of each trained element: ``state`` for good, ``temporary`` while the update runs.
 
-    ``whole``: the update runs over everything at once (False: one tensor after the other).
-    ``fused``: DeepSpeed's own kernel, for which stage 0 lays all fp32 gradients end to end.
+    ``fused``: a kernel of DeepSpeed's own, for which stage 0 lays all fp32 gradients end to end.
+    ``eight_bit``: states in blocks of 256 elements with an fp32 scale each (bitsandbytes; small
+    tensors, which only stage 0 has, keep 4 bytes). ``factored``: a row and a column of averages for
+    a matrix (Adafactor, at stage 0 alone).
     """
 
     state: int = 8
     temporary: int = 8
     fused: bool = False
+    eight_bit: bool = False
+    factored: bool = False
+
+    def states(self, numel: int) -> int:
+        """Bytes of the states of a flat vector."""
+        if not self.eight_bit:
+            return self.state * numel
+        return 2 * numel + 8 * -(-numel // _BLOCK)
+
+    def states_of(self, tensors: Sequence[Tensor]) -> int:
+        """Bytes of the states of tensors that are updated one by one."""
+        return sum(self._whole(tensor) for tensor in tensors)
+
+    def _whole(self, tensor: Tensor) -> int:
+        if self.factored and len(tensor.shape) > 1:
+            numel = tensor.numel
+            return 4 * (numel // tensor.shape[-1] + numel // tensor.shape[-2])
+        small = self.eight_bit and tensor.numel < _WHOLE_BELOW
+        return 8 * tensor.numel if small else self.states(tensor.numel)
+
+
+_BLOCK, _WHOLE_BELOW = 256, 4096  # bitsandbytes.optim
 
 
 @dataclass(frozen=True)

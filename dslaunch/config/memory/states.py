@@ -62,7 +62,7 @@ def _torch(setup: Setup) -> list[Item]:
         Item("frozen weights", frozen_bytes(setup)),
         Item("weights", 4 * numel),
         Item("gradients", 4 * numel),
-        Item("optimizer states", setup.optimizer.state * numel),
+        Item("optimizer states", setup.optimizer.states_of(setup.trainable)),
         Item("DDP's first buckets", 4 * numel if setup.world_size > 1 else 0, PASSES),
         Item("16-bit copies of the weights (autocast)", 2 * numel if setup.autocast else 0, PASSES),
         Item("optimizer's temporaries", setup.optimizer.temporary * largest, (UPDATE,)),
@@ -79,7 +79,7 @@ def _stage_0(setup: Setup) -> list[Item]:
         Item("frozen weights", frozen_bytes(setup)),
         Item("weights", e * numel),
         Item("fp32 master weights", 4 * numel if low else 0),
-        Item("optimizer states", setup.optimizer.state * numel),
+        Item("optimizer states", setup.optimizer.states_of(setup.trainable)),
         Item("gradients", e * numel, waiting),
         Item("all-reduce buffer", e * min(numel, _STAGE_0_FLAT), (REDUCE,)),
         Item("fp32 gradients", fp32 * numel if low else 0, (CONVERT, UPDATE)),
@@ -94,7 +94,7 @@ def _flat_states(setup: Setup) -> list[Item]:
         Item("frozen weights", frozen_bytes(setup)),
         Item("weights", setup.bytes_each * flat),
         Item("fp32 master weights", 4 * share),
-        Item("optimizer states", setup.optimizer.state * share),
+        Item("optimizer states", setup.optimizer.states(share)),
     ]
 
 
@@ -157,7 +157,7 @@ def _stage_3(setup: Setup) -> list[Item]:
         Item("frozen weights", frozen_bytes(setup)),
         Item("weights", setup.bytes_each * own),
         Item("fp32 master weights", 4 * (own - shared_masters(setup))),
-        Item("optimizer states", setup.optimizer.state * own),
+        Item("optimizer states", setup.optimizer.states(own)),
         Item("gradients", setup.accum_bytes * own),
         *stage_3_buffers(setup),
         Item("fp32 gradients", 4 * group, (CONVERT, UPDATE)),

@@ -105,10 +105,33 @@ def delay_loss_scale_growth(ds: Any) -> None:
     optimizer.step = step_then_update
 
 
+def forget_offloaded_sums_of_skipped_steps(ds: Any) -> None:
+    """F17: with offload at stages 1 and 2, start anew after a step that was skipped.
+
+    Where 16-bit gradients are summed in fp32 they lie in ``averaged_gradients`` during the
+    window. An applied step lets go of them, and so does a skipped one, but not with offload:
+    the inf in them meets every later gradient, and all steps to come are skipped.
+    Source: runtime/zero/stage_1_and_2.py, the branch of ``step`` for an overflow.
+    """
+    optimizer = ds.optimizer
+    if not getattr(optimizer, "cpu_offload", False) or not hasattr(optimizer, "averaged_gradients"):
+        return
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def step_and_forget(closure: Any = None) -> Any:
+        result = step(closure)
+        if optimizer.overflow:
+            optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
+        return result
+
+    optimizer.step = step_and_forget
+
+
 def name_the_stage_in_checkpoints(ds: Any) -> None:
     """F12, F14: make every ZeRO checkpoint say its stage, as a plain number.
 
-    F12: with bf16, fp32 accumulation and stage 1 DeepSpeed takes its BF16_Optimizer, whose
+    F12: with bf16, fp32 accumulation and stage 1 DeepSpeed takes its BF17_Optimizer, whose
     state lacks the key by which its own converter knows a ZeRO checkpoint; all else is there.
     F14: elsewhere the value is an enum member, which Python before 3.11.4 pickles as a call
     of ``getattr``: no loader that checks what it unpickles can let that pass.

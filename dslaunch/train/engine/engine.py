@@ -59,6 +59,7 @@ class Engine:
             cures.delay_loss_scale_growth(ds)
         if trains:
             cures.keep_own_communication_dtype(ds)
+            cures.forget_offloaded_sums_of_skipped_steps(ds)
             cures.name_the_stage_in_checkpoints(ds)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from dslaunch.losses.sft import IGNORE_INDEX, TokenLoss, token_nll
 from dslaunch.train.data.collate import Batch, lay_out_for
+from dslaunch.train.embedding_noise import EmbeddingNoise
 
 
 class SftObjective:
@@ -17,10 +19,18 @@ class SftObjective:
 
     ``forward``: the engine (or a bare model); ``model``: the module whose
     signature tells whether it can leave positions out of its output head, and
-    whose kind of attention decides how packed rows are laid out.
+    whose kind of attention decides how packed rows are laid out. ``noise``: on its embeddings.
     """
 
-    def __init__(self, forward: Callable[..., Any], model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        model: torch.nn.Module,
+        device: torch.device,
+        *,
+        noise: EmbeddingNoise | None = None,
+    ) -> None:
+        self._noise = noise
         self._forward = forward
         self._model = model
         self._device = device
@@ -40,7 +50,8 @@ class SftObjective:
             kept = supervised_positions(targets)
             targets = targets[:, kept]
             inputs["logits_to_keep"] = kept.to(self._device)
-        logits = self._forward(**inputs).logits
+        with self._noise.on(batch, self._device) if self._noise is not None else nullcontext():
+            logits = self._forward(**inputs).logits
         return token_nll(logits, targets.to(self._device))
 
 

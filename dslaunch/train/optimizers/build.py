@@ -1,0 +1,48 @@
+"""OptimizerPlan -> what ``initialize(optimizer=...)`` takes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dslaunch.core.errors import EnvironmentNotReady
+from dslaunch.core.plan import OptimizerPlan
+from dslaunch.train.optimizers.ademamix import AdEMAMix
+from dslaunch.train.optimizers.lion import Lion
+
+_KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdEMAMix": AdEMAMix,
+    "Lion": Lion,
+    # DeepSpeed makes these, but for engine torch.
+    "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
+    "SGD": torch.optim.SGD,
+    "Adafactor": torch.optim.Adafactor,
+}
+_OF_BITSANDBYTES = ("AdamW8bit", "PagedAdamW8bit")
+
+
+def build_optimizer(plan: OptimizerPlan) -> Callable[..., torch.optim.Optimizer] | None:
+    """A callable that makes the optimizer of parameters or groups; None where DeepSpeed makes it.
+
+    Raises EnvironmentNotReady where its package is missing.
+    """
+    if plan.made_by == "deepspeed":
+        return None
+    kind = _from_bitsandbytes(plan.type) if plan.type in _OF_BITSANDBYTES else _KINDS[plan.type]
+    params = {key: tuple(v) if isinstance(v, list) else v for key, v in plan.params.items()}
+    return functools.partial(kind, **params)
+
+
+def _from_bitsandbytes(name: str) -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise EnvironmentNotReady(
+            f"optimizer.type {name} needs bitsandbytes: {error}",
+            hint="pip install bitsandbytes (constraints.txt has the version), or use AdamW",
+        ) from None
+    return getattr(bitsandbytes.optim, name)

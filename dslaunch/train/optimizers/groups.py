@@ -1,0 +1,103 @@
+"""Parameter groups: who decays, and who learns at a rate of its own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+
+from dslaunch.core.errors import ConfigError
+from dslaunch.core.plan import OptimizerPlan
+
+_LORA_B = (".lora_B.", ".lora_embedding_B.")
+
+
+class Groups(NamedTuple):
+    """``model_parameters`` for ``initialize``, and a line for each group (none where there is but one)."""
+
+    parameters: list[Any]
+    notes: tuple[str, ...]
+
+
+class _Settings(NamedTuple):
+    lr: float
+    weight_decay: float
+
+
+def parameter_groups(model: torch.nn.Module, plan: OptimizerPlan) -> Groups:
+    """The trained parameters of ``model`` in groups of one rate and decay each.
+
+    The first group is that with the plan's own rate and decay, where any parameter has them.
+    Raises ConfigError where a pattern matches no trained parameter, or only such as an
+    earlier group has taken.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    usual = _Settings(plan.lr, float(plan.params.get("weight_decay", 0.0)))
+    own = _own_settings([name for name, _ in named], plan)
+    undecayed = _undecayed(named, plan)
+    found: dict[_Settings, list[tuple[str, torch.nn.Parameter]]] = {usual: []}
+    for name, parameter in named:
+        lr, weight_decay = own.get(name, (None, None))
+        if weight_decay is None:
+            weight_decay = 0.0 if name in undecayed else usual.weight_decay
+        settings = _Settings(usual.lr if lr is None else lr, weight_decay)
+        found.setdefault(settings, []).append((name, parameter))
+    groups = {settings: members for settings, members in found.items() if members}
+    if list(groups) == [usual]:
+        return Groups([p for _, p in named], ())
+    return Groups(
+        [{"params": [p for _, p in members], **s._asdict()} for s, members in groups.items()],
+        tuple(_note(s, members) for s, members in groups.items()),
+    )
+
+
+def _own_settings(names: Sequence[str], plan: OptimizerPlan) -> dict[str, tuple[float | None, float | None]]:
+    """(lr, weight decay) of the parameters that have one of their own; None: the usual one."""
+    found: dict[str, tuple[float | None, float | None]] = {}
+    for index, group in enumerate(plan.groups):
+        for pattern in group.match:
+            matched = _matching(pattern, names, f"optimizer.groups[{index}].match")
+            fresh = [name for name in matched if name not in found]
+            if not fresh and not all(found[name] == (group.lr, group.weight_decay) for name in matched):
+                raise ConfigError(
+                    f"optimizer.groups[{index}].match {pattern!r}: an earlier group has all that it matches",
+                    hint="put the narrower pattern first",
+                )
+            found |= dict.fromkeys(fresh, (group.lr, group.weight_decay))
+    if plan.loraplus_lr_ratio is not None:
+        matched = [name for name in names if any(part in name for part in _LORA_B)]
+        if not matched:
+            raise ConfigError("optimizer.loraplus_lr_ratio: the adapter has no B matrices to train")
+        lr = plan.lr * plan.loraplus_lr_ratio
+        found |= {name: (lr, None) for name in matched if name not in found}
+    return found
+
+
+def _undecayed(named: Sequence[tuple[str, torch.nn.Parameter]], plan: OptimizerPlan) -> set[str]:
+    """The parameters that weight decay leaves out unless their group says otherwise."""
+    names = [name for name, _ in named]
+    if plan.no_decay is None:
+        # At ZeRO-3 the parameter itself is empty; its whole shape is beside it.
+        return {name for name, p in named if len(getattr(p, "ds_shape", p.shape)) < 2}
+    return {name for pattern in plan.no_decay for name in _matching(pattern, names, "optimizer.no_decay")}
+
+
+def _matching(pattern: str, names: Sequence[str], key: str) -> list[str]:
+    matched = [name for name in names if fnmatchcase(name, pattern)]
+    if not matched:
+        near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+        hint = f"patterns are of whole names, such as {near[0]}" if near else None
+        raise ConfigError(f"{key} {pattern!r} matches no trained parameter", hint=hint)
+    return matched
+
+
+def _note(settings: _Settings, members: Sequence[tuple[str, torch.nn.Parameter]]) -> str:
+    count = sum(getattr(p, "ds_numel", p.numel()) for _, p in members)
+    more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+    return (
+        f"lr {settings.lr:g}, weight decay {settings.weight_decay:g}: "
+        f"{count:,} parameters, {members[0][0]}{more}"
+    )
