@@ -19,6 +19,7 @@ from dslaunch.core.topology import Host
 
 _CHUNK = 65536
 _KEEP_STDERR = 8192
+_KEEP_NOISE = 1024
 _ACK_EVERY = 1 << 16  # bytes of output written before an agent is told
 
 
@@ -38,7 +39,7 @@ class AgentLink:
         self.said_hello = False
         self.heard_at = time.monotonic()
         self.groups: set[int] = set()  # process groups of ranks that run, for when the agent dies
-        self.stderr = b""
+        self.stderr = self.noise = b""  # the end of each; noise: what is no event on its stdout
         self.on_unsent: Callable[[AgentLink], object] = (
             id  # told when :attr:`has_unsent` may have become true
         )
@@ -117,13 +118,13 @@ class AgentLink:
         self.heard_at = time.monotonic()
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
-            with contextlib.suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict) and isinstance(event.get("event"), str):
-                    if event["event"] == "room":
-                        self._make_room(int(event.get("bytes", 0)))
-                    else:
-                        yield event
+            event = _event_of(line)
+            if event is None:
+                self.noise = (self.noise + line + b"\n")[-_KEEP_NOISE:]
+            elif event["event"] == "room":
+                self._make_room(int(event.get("bytes", 0)))
+            else:
+                yield event
 
     def read_stderr(self) -> bool:
         """Keep the end of what the agent (or the way to reach it) complains of; False at its end."""
@@ -199,3 +200,11 @@ class AgentLink:
         self._outbox.clear()
         with contextlib.suppress(OSError):
             self.process.stdin.close()
+
+
+def _event_of(line: bytes) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError):
+        event = json.loads(line)
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            return event
+    return None

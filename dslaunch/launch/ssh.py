@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ def build_command(host: Host, stdin: bytes, within: Sequence[str] = ()) -> Comma
         argv += ["-p", str(host.port)]
     if host.user is not None:
         argv += ["-l", host.user]
-    remote = " ".join(["exec", *map(_quoted, (*within, *loader_argv()))])
+    remote = " ".join(["exec", *map(quoted, (*within, *loader_argv()))])
     return Command(argv=(*argv, "--", host.name, remote), stdin=stdin)
 
 
@@ -56,6 +57,6 @@ def check_client(environ: Mapping[str, str]) -> None:
         raise EnvironmentNotReady("no ssh in PATH; nothing was started", hint="install an OpenSSH client")
 
 
-def _quoted(word: str) -> str:
-    """Single quotes, which every shell reads alike; one inside (in a path) as sh, csh and fish have it."""
-    return "'" + word.replace("'", "'\\''") + "'"
+def quoted(word: str) -> str:
+    """Single quotes, which every shell reads alike; what some of them read in there stands outside."""
+    return "'" + re.sub(r"['\\!]", lambda found: f"'\\{found[0]}'", word) + "'"

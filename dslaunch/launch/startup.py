@@ -304,7 +304,8 @@ def describe_lost_agent(link: AgentLink) -> str:
     code = link.process.wait()
     while link.read_stderr():
         pass
-    words = said(link.stderr, 1000)
+    # An account that lets nobody in says so on stdout.
+    words = said(link.stderr, 1000) or ("" if link.said_hello else said(link.noise, 1000))
     if link.is_local:
         return f"the agent on {link.host.name} {describe_code(code)}" + (f": {words}" if words else "")
     return f"the connection to {link.host.name} ended" + (f": {words}" if words else f" (code {code})")

@@ -39,6 +39,8 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "pdsh": (lambda: _has_program("pdsh"), "needs pdsh, by which the deepspeed command reaches hosts"),
     "openmpi": (lambda: _has_program("mpirun.openmpi"), "needs Open MPI (openmpi-bin)"),
     "mpich": (lambda: _has_program("mpiexec.hydra"), "needs MPICH (mpich)"),
+    "csh": (lambda: _has_program("tcsh"), "needs tcsh"),
+    "fish": (lambda: _has_program("fish"), "needs fish"),
     "podman": (lambda: _has_program("podman", "runc"), "needs podman and runc"),
     "docker": (lambda: _has_program("docker", "dockerd"), "needs docker (docker.io)"),
     "slurm": (

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.testbed.network import NETNS, Network, run, try_to
 
-_SSHD = """\
+SSHD = """\
 Port 22
 HostKey /etc/ssh/host_key
 AuthorizedKeysFile /etc/ssh/authorized_keys
@@ -21,7 +23,7 @@ StrictModes no
 PidFile none
 MaxStartups 500
 """
-_CLIENT = """\
+CLIENT = """\
 Host *
   IdentityFile /etc/ssh/id
   IdentitiesOnly yes
@@ -50,10 +52,24 @@ exec /usr/sbin/sshd -D -e -f /etc/ssh/sshd_config
 
     def bashrc(self, name: str, text: str) -> None:
         """What bash runs on the host at each ssh command."""
-        (NETNS / self._netns(name) / "bash.bashrc").write_text(text)
+        self.change_etc(name, {"bash.bashrc": text})
+
+    def change_etc(self, name: str, files: Mapping[str, str | None], *, wait: bool = True) -> None:
+        """Other files in a host's /etc, where this machine has such ones; None: those again.
+
+        The host is started anew. ``wait``: until it lets one in.
+        """
+        for path, text in files.items():
+            target = NETNS / self._netns(name) / path
+            if text is None:
+                target.unlink()
+            else:
+                target.parent.mkdir(exist_ok=True)
+                target.write_text(text)
         self.power_off(name)  # files are put over /etc when a host starts
         self.boot(name)
-        self.wait_until_up(name)
+        if wait:
+            self.wait_until_up(name)
 
     def wait_until_up(self, name: str) -> None:
         """Until the host lets one in."""
@@ -69,11 +85,16 @@ exec /usr/sbin/sshd -D -e -f /etc/ssh/sshd_config
         public = {
             n: " ".join((self.folder / f"{n}.pub").read_text().split()[:2]) for n in ("id", *self.names)
         }
-        known = [f"{n},{self.address(n)} {public[n]}" for n in self.names]
+        known = [f"{n},{self.address(n)},{self.address6(n)} {public[n]}" for n in self.names]
         (etc / "ssh/known_hosts").write_text("\n".join(known) + "\n")
-        (etc / "ssh/ssh_config").write_text(_CLIENT)
-        (etc / "ssh/sshd_config").write_text(_SSHD)
+        (etc / "ssh/ssh_config").write_text(CLIENT)
+        (etc / "ssh/sshd_config").write_text(SSHD)
         (etc / "ssh/authorized_keys").write_text(public["id"] + "\n")
         for source, target in (("id", "id"), (name, "host_key")):
             if (self.folder / source).exists():
                 shutil.copy(self.folder / source, etc / "ssh" / target)
+
+
+def passwd(shell: str) -> str:
+    """This machine's accounts, with another login shell for root."""
+    return re.sub(r"(?m)^(root:.*:)[^:\n]*$", rf"\g<1>{shell}", Path("/etc/passwd").read_text())

@@ -35,7 +35,7 @@ class Network:
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         self.folder = folder
-        self._id = f"dsl{os.getpid() % 100000}"
+        self.id = f"dsl{os.getpid() % 100000}"
         self.names = list(names)
         self._machines: dict[str, subprocess.Popen[bytes]] = {}
         self._hub = self._netns("hub")
@@ -58,12 +58,19 @@ class Network:
         """The address of a machine on the bridge."""
         return f"10.99.0.{2 + self.names.index(name)}"
 
+    def address6(self, name: str) -> str:
+        """Its IPv6 address."""
+        return f"fd99::{2 + self.names.index(name)}"
+
     def __enter__(self) -> Self:
         try:
             run("ip", "netns", "add", self._hub)
             self._write_etc("hub")
             run("ip", "-n", self._hub, "link", "add", "br0", "type", "bridge")
-            for words in (f"addr add {HUB_ADDRESS}/24 dev br0", "link set br0 up", "link set lo up"):
+            for words in (
+                f"addr add {HUB_ADDRESS}/24 dev br0", "addr add fd99::1/64 dev br0 nodad",
+                "link set br0 up", "link set lo up",
+            ):  # fmt: skip
                 run("ip", "-n", self._hub, *words.split())
             self.prepare()
             for name in self.names:
@@ -157,6 +164,7 @@ class Network:
         run("ip", "-n", self._hub, "link", "add", *ends)
         run("ip", "-n", self._hub, "link", "set", "v-" + name, "master", "br0", "up")
         run("ip", "-n", namespace, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
+        run("ip", "-n", namespace, "addr", "add", f"{self.address6(name)}/64", "dev", "eth0", "nodad")
         run("ip", "-n", namespace, "link", "set", "eth0", "up")
         self.boot(name)
 
@@ -172,7 +180,7 @@ class Network:
         self.write_etc(name, etc)
 
     def _netns(self, name: str) -> str:
-        return f"{self._id}-{name}"
+        return f"{self.id}-{name}"
 
     def _programs(self, name: str) -> dict[int, str]:
         found = {}
