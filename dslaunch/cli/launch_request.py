@@ -170,7 +170,22 @@ def _resolve_recorded(request: LaunchRequest, path: Path) -> RecordedPlan:
     elif not request.resume:
         target = _default_run_dir(plan.name, path.parent.parent)
     # Also for --resume: the directory may have been moved since the plan was written.
-    return move_plan(plan, target)
+    return move_plan(_in_this_job(plan), target)
+
+
+def _in_this_job(plan: RecordedPlan) -> RecordedPlan:
+    """The plan on the nodes of the Slurm job that we are in, where it was made in another one."""
+    from dslaunch.cli.talk import talk
+    from dslaunch.launch.slurm import nodes_of_this_job
+
+    hosts = nodes_of_this_job(plan.launch.topology, os.environ) if plan.launch.via == "slurm" else None
+    if hosts is None:
+        return plan
+    names = ", ".join(host.name for host in hosts[:8]) + (" ..." if len(hosts) > 8 else "")
+    talk(f"the plan was made in another Slurm job; its ranks run on this job's nodes: {names}")
+    topology = dataclasses.replace(plan.launch.topology, hosts=hosts)
+    launch = dataclasses.replace(plan.launch, topology=topology, spare_hosts=())
+    return dataclasses.replace(plan, launch=launch)
 
 
 def _plan_path(path: Path) -> Path:

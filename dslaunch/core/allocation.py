@@ -26,6 +26,16 @@ ReadFile = Callable[[str], str]
 # What restricts a process to the devices that the scheduler gave it; the innermost first.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _COUNT = re.compile(r"[0-9]{1,6}")
+# What starts a program several times, and how it tells each which of how many it is.
+_STARTERS = (
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpiexec", "PMI_RANK", "PMI_SIZE"),
+    ("mpirun_rsh", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    ("mpiexec", "PALS_RANKID", None),
+)
 _LSF_LISTS = ("LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS", "LSB_HOSTS")  # the best first
 
 
@@ -114,8 +124,27 @@ def probe_allocation(environ: Environ) -> Allocation | None:
 
     Raises HostfileError as :func:`read_allocation`.
     """
+    check_started_once(environ)
     found = read_allocation(environ, this_host=os.uname().nodename)
     return None if found is None or found.is_this_machine else found
+
+
+def check_started_once(environ: Environ) -> None:
+    """Raises HostfileError where srun, mpirun or the like started several of us, one for each rank, say."""
+    for program, rank, size in _STARTERS:
+        if not _COUNT.fullmatch(environ.get(rank, "")):
+            continue
+        # Under --pty the other tasks wait for a terminal that they never get: only this one is used.
+        if program == "srun" and environ.get("SLURM_PTY_PORT"):
+            continue
+        tasks = _number(environ, size) if size else int(environ[rank]) + 1
+        if tasks is not None and tasks > 1:
+            times = f"{tasks} times" if size else "several times"
+            raise HostfileError(
+                f"{program} started dslaunch {times}, and each copy would start all ranks",
+                hint=f"start it once, without {program} or with one task of it: it starts ranks itself;"
+                " where each copy is a run of its own, set launch.via to local",
+            )
 
 
 def read_allocation(
@@ -154,14 +183,6 @@ def _check_slurm_job(environ: Environ) -> None:
         raise HostfileError(
             "this is a heterogeneous Slurm job, whose parts have host lists of their own",
             hint="write the hosts of the part that is to run into a hostfile: --hostfile FILE",
-        )
-    tasks = _number(environ, "SLURM_STEP_NUM_TASKS") or 1
-    # Under --pty the other tasks wait for a terminal that they never get: only this one is used.
-    if environ.get("SLURM_PROCID") and tasks > 1 and not environ.get("SLURM_PTY_PORT"):
-        raise HostfileError(
-            f"srun started dslaunch {tasks} times, and each copy would start all ranks of the job",
-            hint="start it once: in the batch script without srun, or with srun -N1 -n1; where each copy is"
-            " a run of its own, set launch.via to local",
         )
 
 

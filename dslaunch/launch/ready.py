@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from dslaunch.core.allocation import check_started_once
 from dslaunch.core.errors import ConfigError, ConfigErrors, EnvironmentNotReady
 from dslaunch.core.packages import missing_packages, packages_missing
 from dslaunch.core.plan import LaunchPlan, RunPlan
@@ -29,6 +30,8 @@ def check_ready(plan: LaunchPlan, *, device_source: str | None = None) -> Mappin
     where a secret, device, program, directory or the asked port is missing.
     """
     environ = utf8_environ()
+    if plan.via != "local":
+        check_started_once(environ)
     check_launch(plan, environ)
     check_way(plan, environ)
     if plan.via == "local":

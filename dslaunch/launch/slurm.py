@@ -101,6 +101,23 @@ def _find_job(environ: Mapping[str, str]) -> Allocation | None:
     return found if found is not None and found.scheduler == "Slurm" else None
 
 
+def nodes_of_this_job(topology: Topology, environ: Mapping[str, str]) -> tuple[Host, ...] | None:
+    """The first nodes of the job that we are in, with as many slots each as the hosts of ``topology`` have.
+
+    None where those are nodes of this job, or where it has fewer than that or is none.
+    """
+    job = _find_job(environ)
+    if job is None or len(job.names) < topology.num_nodes:
+        return None
+    if {host.name for host in topology.hosts} <= set(job.names):
+        return None
+    return tuple(
+        # Places in what Slurm makes visible there: ids were those of the other nodes.
+        Host(name=name, slots=tuple(map(str, range(len(host.slots)))))
+        for name, host in zip(job.names, topology.hosts, strict=False)
+    )
+
+
 def check_job(topology: Topology, environ: Mapping[str, str]) -> None:
     """Whether srun can reach the hosts, as far as it can be known here.
 
@@ -125,8 +142,8 @@ def check_job(topology: Topology, environ: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{', '.join(strangers[:8])}: not among the nodes of this Slurm job ({job.source}:"
             f" {environ[job.source]}); nothing was started",
-            hint="leave the hostfile out, and the job's nodes are taken; a recorded plan (launch.sh, --plan)"
-            " keeps its own: in another job launch the run file with --run-dir DIR --resume",
+            hint="leave the hostfile out, and the job's nodes are taken; to go on with a run that had more"
+            " nodes than this job, launch its run file with --run-dir DIR --resume",
         )
     for host in topology.hosts:
         if host.user is not None or host.port is not None:

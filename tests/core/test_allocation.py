@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dslaunch.core.allocation import Allocation, read_allocation
+from dslaunch.core.allocation import Allocation, check_started_once, read_allocation
 from dslaunch.core.errors import HostfileError
 
 UUIDS = "GPU-8f1b2c3d-0000-1111-2222-333344445555,MIG-5c89852c-d268-c3f3-1b07-005d5ae1dc3f"
@@ -151,7 +151,6 @@ def test_reasons() -> None:
         ({"SLURM_GPUS_PER_NODE": "many"}, "SLURM_GPUS_PER_NODE: 'many' is not a number of GPUs"),
         ({"SLURM_GPUS_PER_TASK": "1", "SLURM_TASKS_PER_NODE": "2(x2"}, "SLURM_TASKS_PER_NODE:1: '2(x2'"),
         ({"SLURM_HET_SIZE": "2"}, "heterogeneous Slurm job"),
-        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, "srun started dslaunch 4 times"),
     ],
 )
 def test_slurm_jobs_that_are_refused(variables: dict[str, str], part: str) -> None:
@@ -166,8 +165,30 @@ def test_slurm_shells_that_are_not_refused() -> None:
     terminal = slurm(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="16", SLURM_PTY_PORT="40001")
     one_task = slurm(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1")
     for environ in (batch, terminal, one_task):
+        check_started_once(environ)
         assert found(environ).names == ("n1", "n2")
     assert found({"SLURM_NODELIST": "a,b,a"}).names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, "srun started dslaunch 4 times"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun started dslaunch 2 times"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "8"}, "mpiexec started dslaunch 8 times"),
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "mpirun_rsh started dslaunch 2 times"),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "16"}, "flux run started dslaunch 16 times"),
+        ({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "6"}, "jsrun started dslaunch 6 times"),
+        ({"PALS_RANKID": "1"}, "mpiexec started dslaunch several times"),
+    ],
+)
+def test_several_copies_of_one_launch(environ: dict[str, str], says: str) -> None:
+    with pytest.raises(HostfileError, match=says) as caught:
+        check_started_once(environ)
+    assert "set launch.via to local" in (caught.value.hint or "")
+    alone = {name: "1" if name.endswith(("SIZE", "TASKS")) else "0" for name in environ}
+    check_started_once(alone)
+    check_started_once({**environ, **dict.fromkeys(environ, "")})
 
 
 def test_pbs() -> None:

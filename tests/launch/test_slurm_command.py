@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dslaunch.core.errors import ConfigError, DslaunchError, EnvironmentNotReady, HostfileError
+from dslaunch.cli.main import main
+from dslaunch.core.errors import ConfigError, DslaunchError, EnvironmentNotReady
 from dslaunch.core.topology import Host, Topology
-from dslaunch.launch.slurm import build_agent_command, check_job
+from dslaunch.launch.slurm import build_agent_command, check_job, nodes_of_this_job
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 SRUN = [
@@ -79,7 +81,6 @@ def test_nodes_of_the_job(environ: dict[str, str]) -> None:
         (N2, {"SLURM_JOB_ID": ""}, EnvironmentNotReady, "this is no Slurm job"),
         (N2, {"SLURM_JOB_NODELIST": ""}, EnvironmentNotReady, "this is no Slurm job"),
         (N2, {"PATH": "/nowhere"}, EnvironmentNotReady, "no srun in PATH"),
-        (N2, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, HostfileError, "started dslaunch 2 times"),
         (
             Host(name="n3", slots=("0",)), {}, ConfigError,
             r"n3: not among the nodes of this Slurm job \(SLURM_JOB_NODELIST: n\[1-2\]\); nothing was",
@@ -93,3 +94,33 @@ def test_what_srun_cannot_reach(
 ) -> None:
     with pytest.raises(kind, match=text):
         check_job(Topology(hosts=(host,)), {**environ, **changes})
+
+
+def test_a_recorded_plan_runs_on_the_nodes_of_another_job(environ: dict[str, str]) -> None:
+    recorded = Topology(hosts=(Host(name="m7", slots=("0", "1")), Host(name="m8", slots=("GPU-1",))))
+    hosts = nodes_of_this_job(recorded, environ)
+    assert hosts == (Host(name="n1", slots=("0", "1")), Host(name="n2", slots=("0",)))
+    check_job(Topology(hosts=hosts), environ)
+    more = Topology(hosts=(*recorded.hosts, Host(name="m9", slots=("0",))))
+    assert nodes_of_this_job(more, environ) is None  # the job is too small: check_job says it
+    assert nodes_of_this_job(Topology(hosts=(N2,)), environ) is None
+    assert nodes_of_this_job(recorded, {"PATH": "/"}) is None
+
+
+def test_launch_sh_goes_on_in_another_job(
+    environ: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**environ, "SLURM_GPUS_PER_NODE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    first = ["launch", "--run-dir", "r", "--gpu", "cpu", "--dry-run", "--json", "--", "true"]
+    assert main(first) == 0
+    Path("plan.json").write_text(json.dumps(json.loads(capsys.readouterr().out)["plan"]))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "m[5-7]")
+    assert main(["launch", "--plan", "plan.json", "--run-dir", "r2", "--dry-run", "--json"]) == 0
+    said = capsys.readouterr()
+    assert [host["host"] for host in json.loads(said.out)["hosts"]] == ["m5", "m6"]
+    assert "made in another Slurm job; its ranks run on this job's nodes: m5, m6" in said.err
