@@ -57,11 +57,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-PROTOCOL = 3
+PROTOCOL = 4
 CHUNK = 65536
 WINDOW = 1 << 20  # bytes of shown output that may be on their way; then the rank's pipe is left to fill
 TAIL = 16384  # bytes of stderr kept for the report of a failure
 TAIL_LINES = 30
+LAST = 300  # bytes of the line that a rank wrote last
 FLUSH_S = 0.2  # an unfinished line (a prompt, a progress bar) is logged after this long
 TICK_S = 0.05
 SETTLE_S = 1.0  # helpers of a rank that ended well may take this long to end by themselves
@@ -194,6 +195,8 @@ class Rank:
         self.streams: list[Stream] = []
         self.alive = False
         self.tail = b""
+        self.last = b""  # the lines that came last, of either stream
+        self.state = ""  # of its process when it was told to stop, as the kernel writes it
         self.error_line = b""
 
     @property
@@ -360,6 +363,7 @@ class Agent:
 
     def take_lines(self, stream: Stream, data: bytes) -> None:
         stream.rank.log.write(data)
+        stream.rank.last = data
         if stream.name == "stderr":  # lines of others come in between: never in the middle of one
             self.forward(stream, data)
 
@@ -477,10 +481,11 @@ class Agent:
                 if not self.read_stream(stream):
                     break
             stream.flush()
-        tail = [to_text(line) for line in rank.tail.replace(b"\r", b"\n").split(b"\n") if line.strip()]
         self.send(
             "exit", rank=rank.number, pid=rank.pid, code=code, max_rss_kib=max_rss_kib,
-            asked=self.stopping, tail=tail[-TAIL_LINES:], mono=time.monotonic(), facts=self.kill_facts(code),
+            asked=self.stopping, tail=lines_of(rank.tail)[-TAIL_LINES:],
+            last="".join(lines_of(rank.last[-LAST:])[-1:]), state=rank.state,
+            mono=time.monotonic(), facts=self.kill_facts(code),
         )  # fmt: skip
 
     def kill_facts(self, code: int) -> dict[str, int | None] | None:
@@ -511,6 +516,7 @@ class Agent:
         for rank in self.ranks:
             if rank.alive:
                 self.wait_for_shells = self.wait_for_shells or program_name(rank.pid) in SHELLS
+                rank.state = process_state(rank.pid)
                 send_signal(rank.pid, signal.SIGTERM)
                 send_signal(rank.pid, signal.SIGCONT)
 
@@ -1003,6 +1009,17 @@ def program_name(pid: int) -> str:
         return os.path.basename(os.readlink(f"/proc/{pid}/exe"))
     except OSError:
         return "?"
+
+
+def process_state(pid: int) -> str:
+    """R, S, D, T, ...; empty where it is gone."""
+    fields = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[0] if fields else ""
+
+
+def lines_of(data: bytes) -> list[str]:
+    """The lines that are not empty, a progress bar's states too."""
+    return [to_text(line) for line in data.replace(b"\r", b"\n").split(b"\n") if line.strip()]
 
 
 def send_signal(pid: int, number: int) -> None:

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 
 from dslaunch.core.errors import EnvironmentNotReady
-from dslaunch.launch.verdict import RankEnd
+from dslaunch.launch.ends import RankEnd
 
 # Failures so close together are one event, and news of two hosts take different times.
 SAME_EVENT_S = 2.0

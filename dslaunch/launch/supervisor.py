@@ -15,6 +15,7 @@ from dslaunch.core.events import JsonlWriter
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import RunDir
 from dslaunch.launch.cause import Cause
+from dslaunch.launch.ends import RankEnd, list_ranks
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.links import Links
 from dslaunch.launch.orders import is_elsewhere
@@ -23,12 +24,13 @@ from dslaunch.launch.ready import check_ready
 from dslaunch.launch.screen import Screen
 from dslaunch.launch.signals import FORWARD, SignalInbox, means_kill
 from dslaunch.launch.startup import Startup, describe_lost_agent, lay_witness, must_share
+from dslaunch.launch.stopping import SLACK_S, Stopping
+from dslaunch.launch.symptoms import is_time_out
 from dslaunch.launch.terminal import SafeEvents
 from dslaunch.launch.text import printable
-from dslaunch.launch.verdict import Outcome, RankEnd, describe_briefly, list_ranks
+from dslaunch.launch.verdict import Outcome, describe_briefly
 from dslaunch.launch.watch import Watch
 
-_AGENT_SLACK_S = 20.0  # an agent that has been told to stop and is silent this much longer is killed
 _LEFTOVERS_SHOWN = 5
 
 
@@ -90,11 +92,12 @@ class _Launch:
         self.startup = Startup(plan)
         self.watch = Watch(plan, self.startup, screen, own_worker=own_worker)
         self.links = Links(signals.fd, signals.drain)
+        self.stopping = Stopping(plan, self.links, screen.say)
+        self._stop = self.stopping.stop
         self.started_at = time.monotonic()
         self.pids: dict[int, int] = {}
         self.ends: dict[int, RankEnd] = {}
         self.cancelled_at = float("-inf")
-        self.checkpoint_deadline = self.kill_agents_at = float("inf")
         watched = plan.via != "local" or plan.container is not None
         self.beat_s = plan.host_timeout_s / 6 if watched else float("inf")
         self.next_beat = time.monotonic() + self.beat_s
@@ -137,8 +140,8 @@ class _Launch:
 
     def serve(self) -> None:
         while self.links.opened or self.startup.is_retrying:
-            deadlines = (self.checkpoint_deadline, self.kill_agents_at, self.startup.deadline, self.next_beat)
-            self.links.wait(min(*deadlines, self.watch.deadline))
+            deadlines = (self.stopping.deadline, self.startup.deadline, self.next_beat, self.watch.deadline)
+            self.links.wait(min(deadlines))
             self._handle_signals()
             self._check_deadlines()
 
@@ -221,15 +224,16 @@ class _Launch:
         if code == 0 or end.asked or self.cause.is_known:  # stopped by us: not what went wrong
             return
         if code == EXIT_STOPPED_AT_CHECKPOINT:
-            # All ranks stop at the same step; the others are about to exit the same way.
-            by = time.monotonic() + self.plan.checkpoint_grace_s
-            self.checkpoint_deadline = min(self.checkpoint_deadline, by)
+            self.stopping.wait_for_checkpoint()  # all ranks stop at the same step
             return
         self.cause.first_failure = end
         self.events.write_first_failure(end, own_worker=self.own_worker)
         if len(self.ends) < self.plan.topology.world_size:
             self._say(f"rank {end.rank} on {end.host} {describe_briefly(code)}; stopping the others")
-        self._stop(self.plan.failure_grace_s)
+        if is_time_out(end.tail):
+            self.stopping.ask_and_stop()
+        else:
+            self._stop(self.plan.failure_grace_s)
 
     def _on_log_error(self, link: AgentLink, event: dict[str, Any]) -> None:
         path = self._log_path(event["rank"])
@@ -286,21 +290,13 @@ class _Launch:
 
     # --- stopping -------------------------------------------------------------------------------
 
-    def _stop(self, grace_s: float, command: str = "stop") -> None:
-        for link in self.links:
-            link.send(command, grace_s=grace_s)
-        limit = time.monotonic() + grace_s + self.plan.failure_grace_s + _AGENT_SLACK_S
-        self.kill_agents_at = min(self.kill_agents_at, limit)
-        self.checkpoint_deadline = float("inf")
-
     def _handle_signals(self) -> None:
         while self.signals.pending:
             number, at = self.signals.pending.popleft()
             name = signal.Signals(number).name
             self.events.write("launcher_signal", signal=name)
             if number in FORWARD:
-                for link in self.links:
-                    link.send("signal", name=name.removeprefix("SIG"))
+                self.stopping.pass_on(name.removeprefix("SIG"))
             elif not self.cause.is_known:
                 self._cancel(number, at, "Ctrl-C" if number == signal.SIGINT else name)
             elif means_kill(number, at - self.cancelled_at):
@@ -331,22 +327,14 @@ class _Launch:
             self._go_on_starting()
         if now >= self.next_beat:
             self._beat(now)
-        if now >= self.checkpoint_deadline:
+        if now >= self.stopping.checkpoint_deadline:
             late = sorted({place.rank for place in self.plan.topology.ranks()} - set(self.ends))
             self.cause.late = tuple(late)
             self.events.write("checkpoint_late", ranks=late)
             what = "stop at the checkpoint that others stopped at" if self.own_worker else "end as others did"
             self._say(f"{list_ranks(late)} did not {what}; stopping what is left")
             self._stop(self.plan.failure_grace_s)
-        if now >= self.kill_agents_at:
-            self.kill_agents_at = float("inf")
-            for link in self.links:
-                if not link.done:
-                    what = (
-                        "killing it and its ranks" if link.is_local else "it ends by itself what it started"
-                    )
-                    self._say(f"the agent on {link.host.name} does not answer; {what}")
-                    link.kill()
+        self.stopping.tick(now)
 
     def _beat(self, now: float) -> None:
         """Show the agents elsewhere that we live, and give up those that show no life any more."""
@@ -384,8 +372,8 @@ class _Launch:
 
     def close(self) -> None:
         """Stop what still runs (only after an error of ours), then let the last output out."""
-        grace_s = self.plan.failure_grace_s * 2 + _AGENT_SLACK_S
-        self.links.close(lambda link: _AGENT_SLACK_S if link.done else grace_s)
+        grace_s = self.plan.failure_grace_s * 2 + SLACK_S
+        self.links.close(lambda link: SLACK_S if link.done else grace_s)
         before = len(self.signals.pending)
         self.screen.close(lambda: len(self.signals.pending) > before)
 

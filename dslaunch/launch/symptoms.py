@@ -19,7 +19,20 @@ _CHAINED = (
     "Exception ignored in",
 )
 _COLLECTIVE = re.compile(r'distributed_c10d\.py", line \d+, in ([a-z]\w*)')
-_MISSING_RANK = "see what the other ranks did last: dslaunch logs RUN_DIR --rank all"
+
+
+def is_time_out(lines: Sequence[str]) -> bool:
+    """Whether the last lines of a rank say that it waited in vain for another one."""
+    return any(pattern.search(line) for pattern in _TIME_OUTS for line in lines)
+
+
+def waited_in(lines: Sequence[str]) -> str | None:
+    """The collective in which a rank waited in vain, by its last lines; None where they do not say it."""
+    for line in lines:
+        if (match := _WATCHDOG.search(line)) or (match := _OWN_TIME_OUT.search(line)):
+            return match["collective"]
+    names = [found[1] for line in lines if (found := _COLLECTIVE.search(line))]
+    return names[-1] if names and is_time_out(lines) else None
 
 
 def recognise(lines: Sequence[str]) -> str | None:
@@ -56,18 +69,16 @@ def _seconds(milliseconds: str) -> str:
 
 
 def _nccl_timeout(match: re.Match[str], lines: Sequence[str]) -> str:
-    rank, number, collective, waited = match.groups()
     return (
-        f"an NCCL time-out: rank {rank} waited {_seconds(waited)} in {collective} (its number {number}) "
-        f"for ranks that did not come; {_MISSING_RANK}"
+        f"an NCCL time-out: rank {match['rank']} waited {_seconds(match['ms'])} in {match['collective']} "
+        f"(its number {match['number']}) for ranks that did not come"
     )
 
 
 def _gloo_timeout(match: re.Match[str], lines: Sequence[str]) -> str:
-    names = [found[1] for line in lines if (found := _COLLECTIVE.search(line))]
-    where = f" in {names[-1]}" if names else ""
-    waited = f"it waited {_seconds(match[1])}{where} for a rank that did not come"
-    return f"a gloo time-out: {waited}; {_MISSING_RANK}"
+    collective = waited_in(lines)
+    where = "" if collective is None else f" in {collective}"
+    return f"a gloo time-out: it waited {_seconds(match[1])}{where} for a rank that did not come"
 
 
 def _port_taken(match: re.Match[str], lines: Sequence[str]) -> str:
@@ -98,33 +109,45 @@ def _fixed(text: str) -> _Say:
     return lambda match, lines: text.format(match[0], *match.groups())
 
 
+_WATCHDOG = re.compile(
+    r"\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: "
+    r"WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<collective>\w+),.*\bTimeout\(ms\)=(?P<ms>\d+)\)"
+)
+_BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier in (\d+) ms")
+_GLOO_TIME_OUT = re.compile(
+    r"gloo/transport/\S+ Timed out waiting (\d+)ms for (?:recv|send) operation to complete"
+)
+# Our own worker's: see dslaunch.train.failures.
+_OWN_TIME_OUT = re.compile(
+    r"a time-out: rank \d+ waited \S+ s in (?P<collective>.+) for a rank that did not come"
+)
+_TIME_OUTS = (_WATCHDOG, _BARRIER, _GLOO_TIME_OUT, _OWN_TIME_OUT)
 # Lines that native code logs, whatever exception follows.
 _LOGGED: tuple[tuple[re.Pattern[str], _Say], ...] = (
-    (
-        re.compile(
-            r"\[Rank (\d+)\] Watchdog caught collective operation timeout: "
-            r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+),.*\bTimeout\(ms\)=(\d+)\)"
-        ),
-        _nccl_timeout,
-    ),
-    (
-        re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier in (\d+) ms"),
-        _fixed(f"a time-out: rank {{1}} did not come to the barrier within {{2}} ms; {_MISSING_RANK}"),
-    ),
+    (_WATCHDOG, _nccl_timeout),
+    (_BARRIER, _fixed("a time-out: rank {1} did not come to the barrier within {2} ms")),
 )
 # Exceptions.
 _RAISED: tuple[tuple[re.Pattern[str], _Say], ...] = (
+    (
+        re.compile(r"^MemoryError|DefaultCPUAllocator: (?:can't|not enough) .*memory"),
+        _fixed("the host's memory is full, or a limit of it (ulimit -v) reached; use less, or more hosts"),
+    ),
+    (
+        re.compile(r"DistBackendError: .*remote process exited or there was a network error"),
+        _fixed("a consequence: another rank went away, and NCCL's connection with it; see the others' logs"),
+    ),
     (
         re.compile(
             r"OutOfMemoryError: (CUDA|HIP|XPU) out of memory\.|^RuntimeError: (CUDA|HIP) out of memory\."
         ),
         _out_of_device_memory,
     ),
-    (re.compile(r"^RuntimeError: CUDA error: out of memory"), _out_of_device_memory),
     (
-        re.compile(r"gloo/transport/\S+ Timed out waiting (\d+)ms for (?:recv|send) operation to complete"),
-        _gloo_timeout,
+        re.compile(r"^(?:RuntimeError|torch\.AcceleratorError): CUDA error: out of memory"),
+        _out_of_device_memory,
     ),
+    (_GLOO_TIME_OUT, _gloo_timeout),
     (
         re.compile(r"gloo/transport/\S+ (?:Connection closed by peer|.*Connection reset by peer)"),
         _fixed("a consequence: another rank went away, and the connection with it; see the others' logs"),

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from dslaunch.core.events import JsonlWriter
+from dslaunch.launch.ends import RankEnd
 from dslaunch.launch.symptoms import recognise
-from dslaunch.launch.verdict import RankEnd, describe_code
+from dslaunch.launch.verdict import describe_code
 
 _ERASE = b"\r\x1b[K"
 _Item = tuple[bytes, "Callable[[], None] | None", BinaryIO]

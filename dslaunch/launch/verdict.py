@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dslaunch.core.command import quote
 from dslaunch.core.errors import (
@@ -18,9 +16,10 @@ from dslaunch.core.errors import (
     EXIT_USAGE,
 )
 from dslaunch.core.run_dir import RunDir
-from dslaunch.core.topology import span
+from dslaunch.launch.ends import HostFacts, RankEnd, list_ranks
+from dslaunch.launch.places import describe_places
 from dslaunch.launch.progress import Progress
-from dslaunch.launch.symptoms import recognise
+from dslaunch.launch.symptoms import is_time_out, recognise
 
 _SIGNAL_HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer: see `dmesg`, or use less host memory",
@@ -40,52 +39,6 @@ _CODE_HINTS = {
     EXIT_DIVERGED: "training diverged",
 }
 _TAIL_SHOWN = 12
-_SPANS_SHOWN = 8
-# How a rank ends that was asked to stop and did so; with anything else it failed by itself.
-_STOPPED = {128 + signal.SIGTERM, EXIT_STOPPED_AT_CHECKPOINT}
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostFacts:
-    """What the host of a killed rank says; None where it does not."""
-
-    memory_limit_bytes: int | None = None  # of its cgroup
-    oom_kills: int | None = None  # since its agent started, by the kernel's out-of-memory killer
-    shm_bytes: int | None = None  # size of /dev/shm
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankEnd:
-    """How one rank ended. ``code`` is its exit code, or -n where signal n killed it."""
-
-    rank: int
-    host: str
-    code: int
-    seconds: float  # from the start of the launch, by the supervisor's clock
-    max_rss_bytes: int
-    asked: bool  # dslaunch had asked it to stop
-    tail: tuple[str, ...] = ()
-    facts: HostFacts | None = None  # where a signal killed it
-
-    @classmethod
-    def from_event(cls, event: Mapping[str, Any], *, host: str, seconds: float) -> RankEnd:
-        """From the agent's ``exit``."""
-        facts = event.get("facts")
-        return cls(
-            rank=event["rank"], host=host, code=event["code"], seconds=seconds, asked=event["asked"],
-            max_rss_bytes=event["max_rss_kib"] * 1024, tail=tuple(event["tail"]),
-            facts=None if facts is None else HostFacts(**facts),
-        )  # fmt: skip
-
-    @property
-    def exit_code(self) -> int:
-        """As a shell reports it: the code itself, 128+n for signal n."""
-        return self.code if self.code >= 0 else 128 - self.code
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether it ended because dslaunch asked it to."""
-        return self.asked and (self.code < 0 or self.code in _STOPPED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +161,8 @@ def render_failure(outcome: Outcome, log_path: str, *, shown: frozenset[str] | N
         lines += [f"    | {line}" for line in first.tail[-_TAIL_SHOWN:]]
     if (known := recognise(first.tail)) is not None:
         lines.append(f"  looks like   {known}")
+    if is_time_out(first.tail):
+        lines += ["  where the ranks were:", *(f"    | {line}" for line in describe_places(outcome.ends))]
     lines.append(f"  log          {log_path}")
     others = [end for end in outcome.ends if end.rank != first.rank]
     if others:
@@ -245,9 +200,3 @@ def summarise(ends: list[RankEnd]) -> str:
         how = "stopped by dslaunch" if end.was_stopped else "ended"
         groups.setdefault(f"{how} ({name})", []).append(end.rank)
     return "; ".join(f"{list_ranks(ranks)} {how}" for how, ranks in groups.items())
-
-
-def list_ranks(ranks: list[int]) -> str:
-    """``rank 3`` or ``ranks 0-4, 7``; of many gaps the first few."""
-    shown = span(sorted(ranks), _SPANS_SHOWN)
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

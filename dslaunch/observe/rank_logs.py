@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -45,17 +46,20 @@ def read_tails(run_dir: Path, ranks: Sequence[int], count: int, *, finished: boo
 def read_tail(path: Path, count: int, *, finished: bool) -> Tail:
     """The last ``count`` lines; of a long log only its end is read. Progress bars show their last state.
 
+    Of lines that take more than 64 KiB on the average the beginning is left out.
     ``finished``: a last line without its end is not among them, and is left for :func:`follow`.
     """
     with path.open("rb") as stream:
         start = end = stream.seek(0, os.SEEK_END)
-        data = b""
-        while start > 0 and data.count(b"\n") <= count:
+        chunks: deque[bytes] = deque()
+        newlines = 0
+        while start > 0 and newlines <= count and len(chunks) <= count:
             step = min(_CHUNK, start)
             start -= step
             stream.seek(start)
-            data = stream.read(step) + data
-    *lines, rest = data.split(b"\n")
+            chunks.appendleft(stream.read(step))
+            newlines += chunks[0].count(b"\n")
+    *lines, rest = b"".join(chunks).split(b"\n")
     if finished:
         end -= len(rest)
     elif rest:

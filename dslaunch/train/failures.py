@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -22,6 +23,7 @@ from dslaunch.core.errors import (
 from dslaunch.core.events import JsonlWriter, utc_now
 from dslaunch.core.packages import explain_missing_module
 from dslaunch.core.run_dir import RunDir
+from dslaunch.train.whereabouts import COLLECTIVES
 
 _PEER_LOST = (
     "connection closed by peer",
@@ -29,7 +31,6 @@ _PEER_LOST = (
     "connection refused",
     "socket timeout",
     "broken pipe",
-    "timed out waiting",
     "nccl communicator was aborted",
     # torch/csrc/distributed/c10d/NCCLUtils.hpp. A system error is mostly a socket whose other end died.
     "ncclremoteerror",
@@ -37,6 +38,8 @@ _PEER_LOST = (
     "remote process exited",
     "closed by remote peer",
 )
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_TIMED_OUT = re.compile(r"timed out waiting (\d+)ms for (?:recv|send) operation")  # gloo's unbound_buffer.cc
 # DeepSpeed's op_builder/builder.py; bare Exceptions, known by name so that it need not be imported here.
 _NO_CUDA_TOOLKIT = ("MissingCUDAException", "CUDAMismatchException")
 
@@ -62,6 +65,13 @@ def explain(error: Exception) -> DslaunchError:
             f"DeepSpeed cannot compile an op: {one_line(error)}",
             hint="install the CUDA toolkit of torch's CUDA version, or turn off what needs the op",
         )
+    if isinstance(error, RuntimeError) and (waited := _TIMED_OUT.search(lower)) is not None:
+        return LaunchFailed(
+            f"a time-out: rank {os.environ.get('RANK', '0')} waited {int(waited[1]) / 1000:g} s "
+            f"in {_collective_of(error)} for a rank that did not come",
+            exit_code=EXIT_HOST_LOST,
+            hint="see where that rank was; launch.ddp_timeout_s is how long others wait",
+        )
     if isinstance(error, RuntimeError) and any(sign in lower for sign in _PEER_LOST):
         return LaunchFailed(
             "this rank lost the connection to another one",
@@ -70,13 +80,20 @@ def explain(error: Exception) -> DslaunchError:
         )
     if isinstance(error, ModuleNotFoundError) and (missing := explain_missing_module(error)) is not None:
         return missing
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+    if isinstance(error, OSError) and error.errno in _DISK:
         where = f" ({error.filename})" if error.filename else ""
         return EnvironmentNotReady(f"cannot write the run's files: {error.strerror}{where}")
     return DslaunchError(
         f"internal error: {type(error).__name__}: {one_line(error, 500)}",
         hint="this is our bug; the traceback is in logs/ of the run directory",
     )
+
+
+def _collective_of(error: Exception) -> str:
+    """The collective that raised it, by its traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    names = [frame.name for frame in frames if frame.filename.endswith(COLLECTIVES)]
+    return names[0] if names else "a collective"
 
 
 def report_failure(error: Exception, *, rank: int, run_dir: Path | None, since: str) -> int:

@@ -26,6 +26,7 @@ from dslaunch.train.objectives.sft import SftObjective
 from dslaunch.train.report import Report
 from dslaunch.train.stopping import StopRequest
 from dslaunch.train.watch import Watch
+from dslaunch.train.whereabouts import note_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,7 @@ def run_training(job: Job, first_step: int) -> int:
     interval = _Interval()
     previous: StepResult | None = None
     for step in range(first_step, total):
+        note_steps(step)
         with job.watch.concluding():
             result = _train_step(job, step)
             job.watch.see(result)

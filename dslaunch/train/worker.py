@@ -21,6 +21,7 @@ from dslaunch.core.plan import RunPlan, load_run_plan
 from dslaunch.core.run_dir import RunDir
 from dslaunch.train.failures import report_failure
 from dslaunch.train.stopping import StopRequest
+from dslaunch.train.whereabouts import answer
 
 if TYPE_CHECKING:
     from dslaunch.train.dist import World
@@ -62,6 +63,7 @@ def run_rank(plan: RunPlan, *, resume: bool) -> int:
     and has done so at a checkpoint. Raises DslaunchError for everything a user can mend;
     the process group is then left as it is, see :func:`leave`.
     """
+    answer(_rank_for_messages())
     stop = StopRequest()
     stop.catch_warnings()
     _check_start(plan, resume=resume)

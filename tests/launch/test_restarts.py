@@ -12,8 +12,9 @@ import pytest
 
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host, Topology
+from dslaunch.launch.ends import RankEnd
 from dslaunch.launch.restarts import Restarts
-from dslaunch.launch.verdict import Outcome, RankEnd
+from dslaunch.launch.verdict import Outcome
 from dslaunch.observe.run_status import load_status
 from tests.launch.conftest import Launch
 from tests.launch.launching import python, wait_until

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launch.launching import TIMEOUT_S, rank_pid, wait_until
 from tests.launch.training import losses, make_run
+from tests.support.plans import read_rows
 from tests.testbed.hosts import Testbed
 
 pytestmark = pytest.mark.needs("root", "sshd", "namespaces")
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.needs("root", "sshd", "namespaces")
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
-    with Testbed(2, tmp_path_factory.mktemp("testbed")) as hosts:
+    with Testbed(3, tmp_path_factory.mktemp("testbed")) as hosts:
         yield hosts
 
 
@@ -36,6 +38,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ops_dir: Path) -> Path
 def start(bed: Testbed, *options: str) -> subprocess.Popen[str]:
     words = [*bed.hub(), sys.executable, "-m", "dslaunch", "launch", "run.yaml", *options]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+
+
+def events(run_dir: str, kind: str) -> list[dict[str, Any]]:
+    return read_rows(Path(run_dir, "events.jsonl"), kind)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -53,17 +59,117 @@ def test_two_hosts_train_as_two_ranks_of_one_do(bed: Testbed, here: Path) -> Non
     assert not Path("two-hosts/.seen-by-all-hosts").exists()
 
 
-def test_a_rank_killed_in_training_is_named(bed: Testbed, here: Path) -> None:
-    options = ["--hostfile", "hosts", "--run-dir", "run", "--set", "max_steps=100000"]
-    process = start(bed, *options)
-    metrics = Path("run/metrics.jsonl")
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, "the first step", 4 * TIMEOUT_S)
-    os.kill(rank_pid(1, b"DSLAUNCH_RUN_DIR=" + str(here / "run").encode()), signal.SIGKILL)
+FAULTS = ("--hostfile", "three", "--set", "train_batch_size=3", "--set", "max_steps=100000")
+
+
+@pytest.fixture
+def three(here: Path) -> Path:
+    (here / "three").write_text("node1 slots=1\nnode2 slots=1\nnode3 slots=1\n")
+    return here
+
+
+def trains(run_dir: str, beyond: int = 0) -> None:
+    """Until a step after ``beyond`` was logged."""
+    metrics = Path(run_dir, "metrics.jsonl")
+    wait_until(
+        lambda: metrics.exists() and any(row["step"] > beyond for row in read_rows(metrics, "train")),
+        f"a step after {beyond}", 4 * TIMEOUT_S,
+    )  # fmt: skip
+
+
+def last_step(run_dir: str) -> int:
+    return max(row["step"] for row in read_rows(Path(run_dir, "metrics.jsonl"), "train"))
+
+
+def pid_in(run_dir: str, rank: int) -> int:
+    return rank_pid(rank, f"DSLAUNCH_RUN_DIR={Path(run_dir).resolve()}".encode())
+
+
+def nothing_left(bed: Testbed, mark: str = "") -> None:
+    """Of the launches whose command lines have ``mark`` in them."""
+    wait_until(
+        lambda: not [p for name in bed.names for p in bed.programs(name) if mark in p],
+        "hosts are clear",
+        30.0,
+    )
+
+
+def test_a_killed_rank_an_exception_and_the_restart_between(bed: Testbed, three: Path) -> None:
+    process = start(bed, *FAULTS, "--run-dir", "run", "--max-restarts", "5", "--set", "output.save_steps=1")
+    trains("run", 1)
+    os.kill(pid_in("run", 1), signal.SIGKILL)
+    wait_until(lambda: events("run", "restart"), "it starts again")
+    reached = last_step("run")
+    trains("run", reached)
+    # The checkpoint cannot be written by this rank any more: an OSError, and no start again for it.
+    subprocess.run(["prlimit", "--pid", str(pid_in("run", 2)), "--fsize=1"], check=True)
     code, err = finish(process)
-    assert code == 137, err
+    assert code == 3, err
     # Rank 0 complains of a closed connection at the same time: that is not what failed first.
     assert "rank 1 on node2 failed first: it was killed by signal 9 (SIGKILL" in err
-    assert [bed.programs(name) for name in bed.names] == [[], []]
+    assert "rank 2 on node3 failed first: it exited with code 3" in err
+    assert "rank 2: Error: the checkpoint could not be written to" in err
+    assert f"the last logged was step {last_step('run')} of 100000" in err
+    steps = [row["step"] for row in read_rows(Path("run/metrics.jsonl"), "train")]
+    assert steps.count(1) == 1  # from the checkpoint, not from the start
+    assert [event["number"] for event in events("run", "restart")] == [1]
+    nothing_left(bed)
+
+
+def test_a_rank_that_does_not_come_is_told_from_those_that_wait(bed: Testbed, three: Path) -> None:
+    process = start(bed, *FAULTS, "--run-dir", "run", "--set", "launch.ddp_timeout_s=4")
+    trains("run")
+    os.kill(pid_in("run", 1), signal.SIGSTOP)
+    code, err = finish(process)
+    assert code == 77, err
+    block = err[err.rindex("failed first") :]
+    assert "waited 4 s in all_reduce for a rank that did not come" in err
+    assert "  where the ranks were:\n    | rank 1 on node2: its process was stopped (SIGSTOP)\n" in block
+    nothing_left(bed)
+
+
+def test_a_cable_is_cut_in_training(bed: Testbed, three: Path) -> None:
+    process = start(bed, *FAULTS, "--run-dir", "run", "--set", "launch.host_timeout_s=3")
+    trains("run")
+    bed.cut("node2")
+    try:
+        code, err = finish(process)
+        nothing_left(bed)
+    finally:
+        bed.plug("node2")
+    assert code == 77, err
+    assert "dslaunch: host node2 was lost" in err
+
+
+def test_a_host_loses_power_in_training(bed: Testbed, three: Path) -> None:
+    process = start(bed, *FAULTS, "--run-dir", "run")
+    trains("run")
+    bed.power_off("node3")
+    try:
+        code, err = finish(process)
+    finally:
+        bed.boot("node3")
+        bed.wait_until_up("node3")
+    assert code == 77, err
+    assert "dslaunch: host node3 was lost" in err
+    nothing_left(bed)
+
+
+def test_two_trainings_side_by_side_one_killed_with_its_launcher(bed: Testbed, three: Path) -> None:
+    killed = start(bed, *FAULTS, "--run-dir", "killed")
+    lives = start(bed, *FAULTS, "--run-dir", "lives")
+    trains("killed")
+    trains("lives")
+    killed.kill()
+    killed.communicate(timeout=TIMEOUT_S)
+    nothing_left(bed, "/killed/")
+    trains("lives", last_step("lives"))
+    lives.send_signal(signal.SIGINT)
+    code, err = finish(lives)
+    assert code == 75, err
+    step = events("lives", "train_stopped")[0]["step"]
+    assert Path(f"lives/checkpoints/step-{step}").is_dir()
+    nothing_left(bed)
 
 
 def test_a_run_directory_that_hosts_do_not_share_starts_nothing(bed: Testbed, here: Path) -> None:

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from dslaunch.core.run_dir import RunDir
+from dslaunch.launch.ends import HostFacts, RankEnd, list_ranks
 from dslaunch.launch.progress import Progress
 from dslaunch.launch.verdict import (
-    HostFacts,
     Outcome,
-    RankEnd,
     describe_code,
-    list_ranks,
     render_end,
     render_failure,
     summarise,
