@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 from dslaunch.core.errors import EXIT_HOST_LOST, ConfigError, EnvironmentNotReady, LaunchFailed, one_line
 from dslaunch.core.verbosity import VERBOSE, verbosity
@@ -81,16 +82,18 @@ def check_device(wanted: str) -> None:
     )
 
 
-def init_world(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
+def init_world(*, timeout_s: float | None = None) -> World:
     """Join the process group (gloo on a CPU, NCCL on GPUs). Safe to call again.
 
-    ``timeout_s`` bounds the rendezvous, each later collective and :func:`barrier`. What DeepSpeed prints
-    while it joins is held back: stdout is for data.
+    ``timeout_s`` bounds the rendezvous, each later collective and :func:`barrier`; by default it is what an
+    earlier call gave, else half an hour. What DeepSpeed prints while it joins is held back: stdout is for
+    data.
     Raises EnvironmentNotReady where the other ranks cannot be reached or the
     communication op of DeepSpeed cannot be built.
     """
     global _timeout_s
-    _timeout_s = timeout_s
+    _timeout_s = timeout_s = _timeout_s if timeout_s is None else timeout_s
+    set_timeout_of_groups(timeout_s)
     rank, world_size, local_rank = read_rank_environment()
     choose_interface()
     tell_deepspeed_the_local_size()
@@ -121,6 +124,16 @@ def init_world(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
         device = torch.device(accelerator.device_name(index))
         accelerator.set_device(index)
     return World(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
+
+
+def set_timeout_of_groups(timeout_s: float) -> None:
+    """Let process groups that are made from now on have this time-out too.
+
+    DeepSpeed makes its own ones, in which it trains, and gives them none: torch then takes its default,
+    10 or 30 minutes, whatever the first group has. Source: deepspeed/utils/groups.py, ``new_group``.
+    """
+    distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=timeout_s)
+    distributed_c10d.default_pg_nccl_timeout = datetime.timedelta(seconds=timeout_s)
 
 
 def find_device(local_rank: int, num_visible: int) -> int:

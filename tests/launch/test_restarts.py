@@ -110,6 +110,7 @@ def test_a_command_that_fails_once_is_run_again(launch: Launch, tmp_path: Path) 
     code = (
         "count = os.environ.get('DSLAUNCH_RESTART_COUNT', '0')\n"
         "touch(f'start-{count}-{rank}')\n"
+        "while not os.path.exists(f'start-{count}-0'): time.sleep(0.01)\n"
         "sys.exit(9 if count == '0' and rank == 1 else 0)"
     )
     launched = launch(python(code), "--max-restarts", "3")

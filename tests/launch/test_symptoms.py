@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dslaunch.launch.symptoms import recognise
+from dslaunch.launch.symptoms import is_time_out, recognise, waited_in
 
 WATCHDOG = (
     "[rank4]:[E321 02:07:08.414640780 ProcessGroupNCCL.cpp:607] [Rank 4] Watchdog caught collective "
@@ -39,7 +39,19 @@ GLOO = (
         ([WATCHDOG], "an NCCL time-out: rank 4 waited 600 s in ALLREDUCE (its number 1580)"),
         ([OLD_WATCHDOG], "an NCCL time-out: rank 1 waited 1800 s in _ALLGATHER_BASE (its number 469508)"),
         ([WATCHDOG, "RuntimeError: something else"], "an NCCL time-out: rank 4"),
-        (GLOO, "a gloo time-out: it waited 4 s in all_reduce for a rank that did not come; see what"),
+        (GLOO, "a gloo time-out: it waited 4 s in all_reduce for a rank that did not come"),
+        (
+            ["RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
+             "allocate memory: you tried to allocate 40000000 bytes. Error code 12 (Cannot allocate memory)"],
+            "the host's memory is full",
+        ),
+        (["MemoryError"], "the host's memory is full"),
+        (
+            ["torch.distributed.DistBackendError: NCCL error in: /x/ProcessGroupNCCL.cpp:2094, remote "
+             "process exited or there was a network error, NCCL version 2.27.5"],
+            "a consequence: another rank went away",
+        ),
+        (["torch.AcceleratorError: CUDA error: out of memory"], "the GPU's memory is full; use"),
         (
             ["RuntimeError: [Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 4000 ms"],
             "a time-out: rank 1, 3 did not come to the barrier within 4000 ms",
@@ -115,6 +127,28 @@ def test_recognised(lines: list[str], words: str) -> None:
 )
 def test_not_claimed(lines: list[str]) -> None:
     assert recognise(lines) is None
+
+
+OURS = "rank 1: Error: a time-out: rank 1 waited 4 s in all_reduce for a rank that did not come"
+
+
+@pytest.mark.parametrize(
+    ("lines", "collective"),
+    [
+        ([WATCHDOG], "ALLREDUCE"),
+        (GLOO, "all_reduce"),
+        ([OURS], "all_reduce"),
+        (["RuntimeError: [Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 4000 ms"], None),
+    ],
+)
+def test_time_outs(lines: list[str], collective: str | None) -> None:
+    assert is_time_out(lines)
+    assert waited_in(lines) == collective
+
+
+def test_other_failures_are_no_time_outs() -> None:
+    assert not is_time_out(["TimeoutError: timed out", *GLOO[:2], "KeyError: 'text'"])
+    assert waited_in([*GLOO[:2], "KeyError: 'text'"]) is None
 
 
 def test_what_python_itself_writes(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from dslaunch.core.run_dir import RunDir
 from dslaunch.launch.ends import HostFacts, RankEnd, list_ranks
+from dslaunch.launch.places import describe_places
 from dslaunch.launch.progress import Progress
 from dslaunch.launch.verdict import (
     Outcome,
@@ -100,6 +102,38 @@ def test_known_words_are_put_into_one_line() -> None:
     block = render_failure(Outcome(ends=(first,), first_failure=first), "/r/logs/rank-3.log")
     known = "the ranks' Python has no module peft; install the package that has it, on every host"
     assert f"  looks like   {known}\n" in block
+
+
+def test_after_a_time_out_the_block_says_where_each_rank_was() -> None:
+    waited = "Error: a time-out: rank 0 waited 4 s in all_reduce for a rank that did not come"
+    place = "at step 5, waiting in all_reduce (train/dist.py:1, f)"
+    first = end(0, 77, tail=(waited,))
+    others = [end(rank, 143, asked=True, tail=(f"dslaunch: rank {rank} is {place}",)) for rank in range(3, 9)]
+    lost = [
+        dataclasses.replace(end(1, -9, asked=True), state="T"),
+        dataclasses.replace(end(2, 143, asked=True, tail=("careful",)), last="loading shard 3"),
+        dataclasses.replace(end(9, 143, asked=True), state="S"),
+    ]
+    outcome = Outcome(ends=(first, *lost, *others), first_failure=first)
+    block = render_failure(outcome, "/r/logs/rank-0.log", shown=None)
+    assert "  looks like" not in block  # its own words say it
+    assert (
+        "  where the ranks were:\n"
+        "    | rank 1 on n1: its process was stopped (SIGSTOP)\n"
+        "    | rank 2 on n1: the last that it wrote: loading shard 3\n"
+        "    | rank 9 on n1: it wrote nothing\n"
+        "    | rank 0 on n1: waiting in all_reduce\n"
+        f"    | ranks 3-8: {place}\n"
+        "  log "
+    ) in block
+
+
+def test_of_many_places_the_first_are_shown() -> None:
+    ends = [dataclasses.replace(end(rank, 1), last=f"line {rank}") for rank in range(20)]
+    assert describe_places(ends)[-2:] == ["rank 7 on n1: the last that it wrote: line 7", "and 12 more"]
+    assert "where the ranks were" not in render_failure(
+        Outcome(ends=tuple(ends), first_failure=ends[0]), "/r/logs/rank-0.log"
+    )
 
 
 def test_a_thousand_ranks_in_one_line() -> None:

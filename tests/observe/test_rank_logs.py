@@ -42,6 +42,15 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     assert tail.end == (tmp_path / "logs/rank-0.log").stat().st_size
 
 
+def test_of_a_line_without_end_the_end_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "logs/rank-0.log"
+    write(tmp_path, r0="first\n" + "x" * 20_000_000)
+    tail = read_tail(path, 2, finished=False)  # in parts that add up, not each anew
+    assert [len(line) for line in tail.lines] == [3 << 16]
+    tail = read_tail(path, 2, finished=True)
+    assert (tail.lines, tail.end) == ((), path.stat().st_size - (3 << 16))
+
+
 def test_ranks_that_say_the_same_are_one_group(tmp_path: Path) -> None:
     write(tmp_path, r0="a\n", r1="b\n", r2="a\n", r10="a\n")
     assert find_ranks(tmp_path) == [0, 1, 2, 10]

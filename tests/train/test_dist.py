@@ -10,7 +10,7 @@ import pytest
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.train.dist import find_device, read_rank_environment
 from tests.support.python import run_python
-from tests.support.ranks import check_ranks, run_ranks
+from tests.support.ranks import check_ranks, free_port, run_ranks
 
 GOOD = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -108,6 +108,24 @@ comm.inference_all_reduce(ones)  # through the buffer, which no longer has a nam
 assert ones.sum() == 8192
 """
     assert buffers_left(script) == set()
+
+
+def test_upstream_gives_its_groups_no_time_out_and_ours_is_kept(ops_dir: Path) -> None:
+    script = """
+import datetime, deepspeed, torch
+from deepspeed import comm
+def timeout_s(group):
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+deepspeed.init_distributed(timeout=datetime.timedelta(seconds=7), auto_mpi_discovery=False)
+bare = timeout_s(comm.new_group([0]))  # as deepspeed/utils/groups.py makes its own
+from dslaunch.train.dist import init_world
+init_world(timeout_s=7)
+init_world()  # as the engine does: it changes nothing
+print(timeout_s(torch.distributed.group.WORLD), bare, timeout_s(comm.new_group([0])))
+"""
+    env = {**GOOD, "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
+    done = run_python("-c", script, env=env)
+    assert done.stdout.splitlines()[-1] == "7.0 1800.0 7.0", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("local_rank", "visible", "wanted"), [(0, 1, 0), (3, 8, 3), (3, 1, 0)])
