@@ -69,6 +69,7 @@ class Facts:
     local_names: Container[str] = ("localhost", "127.0.0.1", "::1")
     paths: Mapping[str, PathFact] = field(default_factory=dict)
     model_dtype: str | None = None
+    model_quantization: Mapping[str, Any] | None = None  # the block of config.json, where it has one
     hostfile_problem: ConfigError | None = None
     host_memory_bytes: int | None = None  # RAM of this machine that we may use
     allocation: Allocation | None = None
@@ -119,6 +120,7 @@ def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str
         local_names=_NamesOfThisMachine(),
         paths=paths,
         model_dtype=model_dtype(Path(model.absolute)) if model and model.kind != "missing" else None,
+        model_quantization=model_quantization(Path(model.absolute)) if model else None,
         hostfile_problem=problem,
         host_memory_bytes=local_memory_bytes(),
         allocation=allocation,
@@ -316,16 +318,28 @@ def _may_be_model_or_data(entry: os.DirEntry[str]) -> bool:
 
 def model_dtype(path: Path) -> str | None:
     """The type of the weights by config.json, given as it or its directory; None where it says nothing."""
-    file = path / "config.json" if path.is_dir() else path
-    if file.suffix != ".json":
-        return None
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # the worker reports a broken model directory, here it is only advice
-    for section in (config, config.get("text_config")) if isinstance(config, dict) else ():
+    config = _model_config(path)
+    for section in (config, config.get("text_config")):
         if isinstance(section, dict) and isinstance(
             value := section.get("dtype", section.get("torch_dtype")), str
         ):
             return value
     return None
+
+
+def model_quantization(path: Path) -> Mapping[str, Any] | None:
+    """What config.json says of weights that are quantised on disk; None where they are not."""
+    block = _model_config(path).get("quantization_config")
+    return block if isinstance(block, dict) else None
+
+
+def _model_config(path: Path) -> dict[str, Any]:
+    """config.json, given as it or its directory; empty where there is none to be read."""
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix != ".json":
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # the worker reports a broken model directory, here it is only advice
+    return config if isinstance(config, dict) else {}

@@ -11,6 +11,7 @@ from pydantic import Field
 from dslaunch.config.spec_optimizer import OptimizerSpec
 from dslaunch.config.spec_parts import (
     DeviceAsMapping,
+    Names,
     NamesByHost,
     NonNegativeFloat,
     NonNegativeInt,
@@ -21,6 +22,34 @@ from dslaunch.config.spec_parts import (
     Section,
     Text,
 )
+
+
+class QuantizationSpec(Section):
+    """Frozen weights in 4 or 8 bit by bitsandbytes, under an adapter (QLoRA). The names are transformers'.
+
+    What is computed with them is in the run's `precision`; embeddings, norms and the output head stay
+    in it, too. See docs/adapters.md.
+    """
+
+    load_in_4bit: bool = Field(False, description="4 bit for each weight.")
+    load_in_8bit: bool = Field(False, description="8 bit for each weight (LLM.int8). Not at stage 3.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] | None = Field(
+        None, description="The 16 values that 4 bits stand for. Default: nf4."
+    )
+    bnb_4bit_use_double_quant: bool | None = Field(
+        None, description="Quantise the scales of the blocks, too: 0.4 bit less a weight. Default: true."
+    )
+    bnb_4bit_quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] | None = Field(
+        None,
+        description="Type of the tensors that 4-bit weights are packed in. Default: at stage 3 the precision,"
+        " else uint8.",
+    )
+    llm_int8_threshold: NonNegativeFloat | None = Field(
+        None, description="Inputs above it are multiplied in 16 bit (8 bit on GPUs). Default: 6."
+    )
+    llm_int8_skip_modules: Names = Field(
+        (), description="Modules that are not quantised, besides the output head; for 4 bit, too."
+    )
 
 
 class ModelSpec(Section):
@@ -37,6 +66,9 @@ class ModelSpec(Section):
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about 1/3 more time."
+    )
+    quantization_config: QuantizationSpec | None = Field(
+        None, description="Keep the frozen weights in 4 or 8 bit, for adapters."
     )
 
 

@@ -14,6 +14,7 @@ from dslaunch.config.facts import Facts
 from dslaunch.config.fp32_modules import check_fp32_modules
 from dslaunch.config.hosts import ResolvedHosts
 from dslaunch.config.load import LoadedSpec
+from dslaunch.config.quantization import fits_stage
 from dslaunch.config.render import render_ds_config
 from dslaunch.config.report import Report
 from dslaunch.config.spec import RunSpec
@@ -153,6 +154,8 @@ def _resolved(
 ) -> tuple[EnginePlan, ResolvedHosts, dict[str, Any]] | None:
     """Engine, hosts and DeepSpeed config of a candidate; None where it cannot be."""
     report = Report(trial)
+    if not _fits_adapter(trial.spec):
+        return None
     resolved = resolve_engine(report, facts)
     if resolved is not None and isinstance(trial.spec, RunSpec):
         check_fp32_modules(trial.spec, resolved[0].precision, report)
@@ -163,6 +166,14 @@ def _resolved(
     if engine.zero_stage == 0 and engine.precision != "fp32":
         return None  # DeepSpeed computes wrong there (docs/upstream.md)
     return engine, hosts, config
+
+
+def _fits_adapter(spec: EngineSpec) -> bool:
+    """Quantised weights do not go with every stage."""
+    stage = spec.zero_optimization.stage
+    if not isinstance(spec, RunSpec) or stage == "auto":
+        return True
+    return fits_stage(spec.model.quantization_config, spec.adapter.type if spec.adapter else None, stage)
 
 
 def _setup(

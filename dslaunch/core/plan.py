@@ -39,6 +39,33 @@ class Origin:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizationPlan:
+    """The frozen weights as bitsandbytes keeps them, in transformers' words; exactly one of the two is True.
+
+    They are computed with in the precision of the run. ``bnb_4bit_*`` mean nothing for 8 bit, and
+    ``llm_int8_threshold`` nothing for 4.
+    """
+
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    bnb_4bit_use_double_quant: bool = True
+    bnb_4bit_quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] = "uint8"
+    llm_int8_threshold: float = 6.0
+    llm_int8_skip_modules: tuple[str, ...] = ()  # besides the output head, which never is
+
+    def __post_init__(self) -> None:
+        assert self.load_in_4bit != self.load_in_8bit
+
+    def __str__(self) -> str:
+        if self.load_in_8bit:
+            return "int8"
+        return self.bnb_4bit_quant_type + (
+            " with double quantisation" if self.bnb_4bit_use_double_quant else ""
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelPlan:
     """Which model, and how to load it. ``path``: hub id, absolute directory or .gguf file."""
 
@@ -51,6 +78,7 @@ class ModelPlan:
     allow_pickle: bool = False
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     gradient_checkpointing: bool = False
+    quantization_config: QuantizationPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ import torch
 
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.module_patterns import match_modules, modules_of, outermost, preview
+from dslaunch.train.quantization import is_quantised
 
 KEY = "fp32_modules"
 _PEFT_PREFIX = "base_model.model."
@@ -209,7 +210,7 @@ def _tied_twins(
 def _refuse_quantised(
     parameters: list[tuple[str, torch.nn.Parameter]], fp32: dict[torch.nn.Parameter, None]
 ) -> None:
-    packed = [name for name, p in parameters if p in fp32 and not p.is_floating_point()]
+    packed = [name for name, p in parameters if p in fp32 and is_quantised(p)]
     if packed:
         raise ConfigError(
             f"{KEY}: {packed[0]} is quantised, and cannot be fp32",
@@ -218,6 +219,8 @@ def _refuse_quantised(
 
 
 def _set_dtype(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
+    if is_quantised(parameter):  # codes, even where they are packed in floats
+        return
     # Of a partitioned parameter ``data`` is empty, and this rank's share of the values is in ``ds_tensor``.
     for tensor in (parameter, getattr(parameter, "ds_tensor", None)):
         if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:

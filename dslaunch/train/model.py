@@ -22,6 +22,11 @@ from dslaunch.train.adapters import add_adapter
 from dslaunch.train.fp32_modules import Fp32Modules, loaded_in_fp32, set_dtypes
 from dslaunch.train.gguf import convert_gguf
 from dslaunch.train.hub import check_hub_model, has_no_answer, no_answer
+from dslaunch.train.quantization import (
+    check_trained_whole,
+    keep_codes_in_place,
+    loading_arguments,
+)
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -102,9 +107,13 @@ def load_base_model(model: ModelPlan, dtype: torch.dtype, fp32_modules: Sequence
 
     source = model_source(model, dtype)
     try:
+        config = load_config(model, source)
+        quantised = loading_arguments(model.quantization_config, config, dtype)
         with loaded_in_fp32(fp32_modules):
             loaded, info = AutoModelForCausalLM.from_pretrained(
                 source,
+                config=config,
+                **quantised,
                 revision=model.revision if model.kind == "hub" else None,
                 dtype=dtype,
                 trust_remote_code=model.trust_remote_code,
@@ -116,7 +125,19 @@ def load_base_model(model: ModelPlan, dtype: torch.dtype, fp32_modules: Sequence
         raise _load_error("model", source, error, model) from error
     _check_nothing_missing(source, info)
     loaded.config.use_cache = False  # with a cache, packed samples would attend to each other
+    keep_codes_in_place(loaded)
     return loaded
+
+
+def load_config(model: ModelPlan, source: str) -> Any:
+    """The model's config.json, as transformers has it; ``source``: of :func:`model_source`."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(
+        source,
+        revision=model.revision if model.kind == "hub" else None,
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
 def load_model(plan: RunPlan, tokenizer: Any) -> LoadedModel:
@@ -131,11 +152,16 @@ def load_model(plan: RunPlan, tokenizer: Any) -> LoadedModel:
     torch.manual_seed(plan.seed)  # new adapter weights must be the same on every rank
     dtype = DTYPES[base_precision(plan)]
     patterns = plan.fp32_modules if dtype != torch.float32 else ()
+    if plan.adapter is not None and plan.model.quantization_config is not None:
+        config = load_config(plan.model, model_source(plan.model, dtype))
+        check_trained_whole(plan.model.quantization_config, config, plan.adapter)
     model = load_base_model(plan.model, dtype, patterns)
-    if plan.zero_stage == 3:
-        _check_partitioned(model, plan.model.path)
+    if plan.zero_stage == 3 and plan.model.quantization_config is None:
+        _check_partitioned(model, plan.model.path)  # quantised weights DeepSpeed partitions itself
     check_vocabulary(model, tokenizer, plan.model.path)
     notes: list[str] = []
+    if plan.model.quantization_config is not None:
+        notes.append(f"frozen weights are kept in {plan.model.quantization_config}")
     if plan.adapter is not None:
         model, note = add_adapter(model, plan.adapter)
         notes.append(note)

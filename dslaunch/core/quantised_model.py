@@ -1,0 +1,41 @@
+"""Models whose weights are quantised on disk already: what their config.json says, as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dslaunch.core.errors import ConfigError
+from dslaunch.core.plan import QuantizationPlan
+
+
+def plan_on_disk(block: Mapping[str, Any]) -> QuantizationPlan:
+    """``quantization_config`` of a config.json. Raises ConfigError for what bitsandbytes did not write."""
+    method = block.get("quant_method")
+    if method != "bitsandbytes":
+        raise ConfigError(
+            f"the model's weights are quantised by {method}; adapters are trained on bitsandbytes' alone",
+            hint="take the model that is not quantised, and model.quantization_config: {load_in_4bit: true}",
+        )
+    skip = tuple(block.get("llm_int8_skip_modules") or ())
+    if block.get("load_in_8bit"):
+        threshold = float(block.get("llm_int8_threshold", 6.0))
+        return QuantizationPlan(load_in_8bit=True, llm_int8_threshold=threshold, llm_int8_skip_modules=skip)
+    return QuantizationPlan(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=block.get("bnb_4bit_quant_type", "fp4"),
+        bnb_4bit_use_double_quant=bool(block.get("bnb_4bit_use_double_quant", False)),
+        bnb_4bit_quant_storage=block.get("bnb_4bit_quant_storage", "uint8"),
+        llm_int8_skip_modules=skip,
+    )
+
+
+def undeclared(block: Mapping[str, Any], where: str) -> ConfigError:
+    """What to say where the run file says nothing of a model's quantisation: never a silent choice."""
+    there = plan_on_disk(block)
+    bits = "load_in_8bit" if there.load_in_8bit else "load_in_4bit"
+    return ConfigError(
+        f"{where}: the model's weights are quantised already ({there}), and model.quantization_config does"
+        " not say so",
+        hint=f"add model.quantization_config: {{{bits}: true}}",
+    )

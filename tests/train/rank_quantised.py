@@ -1,0 +1,255 @@
+"""Run by the ranks of test_quantization.py: all cases in one pair of processes.
+
+Run as ``python -m tests.train.rank_quantised OUT_DIR MODELS_DIR``; MODELS_DIR holds tiny models by name.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dslaunch.core.plan import AdapterPlan, QuantizationPlan
+from dslaunch.losses.sft import token_nll
+from dslaunch.train.adapters import add_adapter
+from dslaunch.train.checkpoint import load_checkpoint, save_checkpoint
+from dslaunch.train.engine import Engine
+from dslaunch.train.model import DTYPES, load_base_model, load_model, load_tokenizer
+from dslaunch.train.quantization import dequantised, is_quantised
+from tests.support.plans import LORA, make_plan
+from tests.train.rank_cases import Case, config, engine_for, master, run_cases
+
+RANK = int(os.environ.get("RANK", "0"))
+STEPS, LR = 3, 0.1
+Weights = dict[str, list[float]]
+RunCell = tuple[str, str, int]  # kind, precision, ZeRO stage
+# Each kind with the precisions and stages in turn; the rest is in benchmarks/adapters.py.
+RUNS: list[RunCell] = [
+    ("nf4", "fp32", 0), ("nf4", "fp16", 2), ("nf4", "bf16", 3), ("nf4", "fp32", 3), ("nf4-single", "bf16", 2),
+    ("fp4", "fp16", 1), ("on-disk", "fp16", 2), ("on-disk", "bf16", 3), ("int8", "fp32", 1),
+    ("int8", "bf16", 2), ("int8", "fp16", 0), ("qdora", "bf16", 0), ("qdora", "fp16", 1),
+    ("qdora", "fp32", 2), ("rslora", "bf16", 3),
+]  # fmt: skip
+RESUMED: list[RunCell] = [("nf4", "bf16", 1), ("nf4", "fp16", 3), ("int8", "fp16", 2), ("qdora", "bf16", 2)]
+FOUR = QuantizationPlan(load_in_4bit=True)
+KINDS: dict[str, tuple[QuantizationPlan, AdapterPlan]] = {
+    "nf4": (FOUR, LORA),
+    "nf4-single": (replace(FOUR, bnb_4bit_use_double_quant=False), LORA),
+    "fp4": (replace(FOUR, bnb_4bit_quant_type="fp4"), LORA),
+    "on-disk": (FOUR, LORA),
+    "int8": (QuantizationPlan(load_in_8bit=True), LORA),
+    "qdora": (FOUR, replace(LORA, type="dora")),
+    "rslora": (FOUR, replace(LORA, use_rslora=True)),
+    "int8-dora": (QuantizationPlan(load_in_8bit=True), replace(LORA, type="dora")),
+}
+STORAGE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def plan_of(
+    kind: str, precision: str, stage: int, *, out: Path, models: Path, storage: str | None = None
+) -> Any:
+    """The plan of a cell, with the storage that a run file would get."""
+    quantization, adapter = KINDS[kind]
+    storage = storage or (STORAGE[precision] if stage == 3 else "uint8")
+    sgd = {"type": "SGD", "params": {"lr": LR}}
+    settings = config(stage, precision, optimizer=sgd)
+    if stage == 3:  # nothing stays whole: every weight is gathered where it is used
+        settings["zero_optimization"] |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 2000,
+        }
+    if precision == "fp16":
+        settings["fp16"]["initial_scale_power"] = 4  # more, and the tiny model overflows
+    return make_plan(
+        OUT, MODELS / ("on-disk" if kind == "on-disk" else "untied"), OUT, micro=1, accumulation=1,
+        zero_stage=stage, precision=precision, adapter=adapter, ds_config=settings,
+        model={"quantization_config": replace(quantization, bnb_4bit_quant_storage=storage)},
+    )  # fmt: skip
+
+
+@contextmanager
+def engine_of(plan: Any) -> Iterator[Engine]:
+    """Loaded as a run loads it."""
+    loaded = load_model(plan, load_tokenizer(plan.model, torch.float32))
+    with engine_for(loaded.model, dict(plan.ds_config), model_parameters=loaded.trainable) as engine:
+        yield engine
+    del loaded
+    gc.collect()  # the ZeRO-3 config of this case must not outlive it
+
+
+def samples(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``rank`` trains on in ``step``."""
+    ids = torch.arange(20).unsqueeze(0) * (7 + rank) % 300 + step
+    return ids, torch.cat([ids[:, 1:], torch.full((1, 1), -100)], dim=1)
+
+
+def train(engine: Engine, first: int = 0, last: int = STEPS) -> list[list[float]]:
+    """[loss, norm] of each step."""
+    records = []
+    for step in range(first, last):
+        ids, targets = samples(step, RANK)
+        loss = token_nll(engine(input_ids=ids, use_cache=False).logits, targets)
+        engine.backward_token_sum(loss.sum, num_tokens=38)
+        result = engine.step()
+        assert result is not None and not result.skipped
+        records.append([result.loss, result.grad_norm])
+    return records
+
+
+def trained(engine: Engine) -> Weights:
+    return {name: master(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+
+
+def oracle(plan: Any) -> tuple[list[float], Weights]:
+    """Losses and trained weights in float64, on the values of the codes and the samples of both ranks."""
+    torch.manual_seed(plan.seed)
+    base = dequantised(load_base_model(plan.model, DTYPES[plan.precision]), torch.float64)
+    model, _ = add_adapter(base, plan.adapter)
+    model.to(DTYPES[plan.precision]).to(torch.float64).train()  # the adapter begins in the run's precision
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    losses = []
+    for step in range(STEPS):
+        parts = []
+        for rank in range(2):
+            ids, targets = samples(step, rank)
+            logits = model(input_ids=ids, use_cache=False).logits
+            flat = torch.nn.functional.cross_entropy(
+                logits[0], targets[0], ignore_index=-100, reduction="sum"
+            )
+            parts.append(flat)
+        loss = sum(parts) / 38  # type: ignore[arg-type]
+        assert isinstance(loss, torch.Tensor)
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+                parameter -= LR * gradient
+        losses.append(float(loss))
+    return losses, {name: p.detach().flatten().tolist() for name, p in parameters.items()}
+
+
+def away(
+    found: dict[str, list[float]], expected: dict[str, list[float]], start: dict[str, list[float]]
+) -> float:
+    """How far the trained weights ended from the oracle's, as a share of the way they went."""
+    assert found.keys() == expected.keys()
+    error = sum((a - b) ** 2 for n in found for a, b in zip(found[n], expected[n], strict=True))
+    way = sum((a - b) ** 2 for n in found for a, b in zip(expected[n], start[n], strict=True))
+    return math.sqrt(error / way)
+
+
+def codes(engine: Engine) -> list[int]:
+    """A sum over the bytes of each quantised weight that this rank holds."""
+    found = []
+    for parameter in engine.module.parameters():
+        if is_quantised(parameter):
+            held = getattr(parameter, "ds_tensor", parameter)
+            found.append(int(held.detach().contiguous().view(torch.uint8).long().sum()))
+    return found
+
+
+def run_of(kind: str, precision: str, stage: int) -> dict[str, Any]:
+    """Three steps, an evaluation between them, against the oracle."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    plan = plan_of(kind, precision, stage)
+    with engine_of(plan) as engine:
+        module = engine.module
+        linear = [m for m in module.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
+        start, before = trained(engine), codes(engine)
+        records = train(engine, 0, 1)
+        module.eval()
+        with torch.no_grad():
+            engine(input_ids=samples(0, RANK)[0], use_cache=False)
+        module.train()
+        records += train(engine, 1)
+        after, end = codes(engine), trained(engine)
+        adapter = [p for p in module.parameters() if p.requires_grad]
+        held = [p if precision == "fp32" and stage == 0 else safe_get_full_fp32_param(p) for p in adapter]
+        found = {
+            "losses": [record[0] for record in records],
+            "adapter": sorted({str(p.dtype) for p in adapter}),
+            "compute": sorted({str(m.compute_dtype) for m in linear}),
+            "masters": sorted({str(p.dtype) for p in held}),
+            "quantised": len(before),
+            "codes_kept": before == after,
+            "repacks": sum(getattr(m, "support_avx512bf16_for_cpu", False) for m in module.modules()),
+        }
+    if RANK != 0:
+        return found
+    losses, weights = oracle(plan)
+    return {**found, "expected": losses, "away": away(end, weights, start)}
+
+
+def resumed(kind: str, precision: str, stage: int) -> dict[str, Any]:
+    """Four steps straight; two, saved, and two more in a fresh engine: the same bits."""
+    plan = plan_of(kind, precision, stage)
+    root = OUT / f"{kind}-{precision}-{stage}"
+    with engine_of(plan) as engine:
+        train(engine, 0, 2)
+        save_checkpoint(engine, root, 2, extra={})
+        straight, straight_end = train(engine, 2, 4), trained(engine)
+    with engine_of(plan) as engine:
+        load_checkpoint(engine, root)
+        again, end = train(engine, 2, 4), trained(engine)
+    size = sum(f.stat().st_size for f in root.rglob("*") if f.is_file())
+    return {"same": again == straight and end == straight_end, "bytes": size}
+
+
+# --- what is refused, done all the same ---------------------------------------------------------------
+
+
+def fails(kind: str, precision: str, stage: int) -> str:
+    try:
+        with engine_of(plan_of(kind, precision, stage)) as engine:
+            train(engine)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        gc.collect()
+    return "nothing"
+
+
+def whole_copies() -> list[bool]:
+    """8 bit at stage 3, after a step: whether each layer has a whole copy beside its share."""
+    import bitsandbytes
+
+    with engine_of(plan_of("int8", "bf16", 3)) as engine:
+        train(engine, 0, 1)
+        layers = [m for m in engine.module.modules() if isinstance(m, bitsandbytes.nn.Linear8bitLt)]
+        return [m.state.CB.numel() == m.in_features * m.out_features for m in layers]
+
+
+def losses_of_storage(storage: str) -> list[float]:
+    """fp16 with 4-bit weights that are packed in another type."""
+    with engine_of(plan_of("nf4", "fp16", 2, storage)) as engine:
+        ids, targets = samples(0, RANK)
+        loss = token_nll(engine(input_ids=ids, use_cache=False).logits, targets)
+        return [float(loss.sum)]
+
+
+def all_cases() -> dict[str, Case]:
+    cases: dict[str, Case] = {}
+    for cell in RUNS:
+        cases["run/" + "/".join(map(str, cell))] = lambda c=cell: run_of(*c)  # type: ignore[misc]
+    for cell in RESUMED:
+        cases["resumed/" + "/".join(map(str, cell))] = lambda c=cell: resumed(*c)  # type: ignore[misc]
+    cases["fails/qdora/3"] = lambda: fails("qdora", "bf16", 3)
+    cases["fails/int8-dora/2"] = lambda: fails("int8-dora", "bf16", 2)
+    cases["whole-copies"] = whole_copies
+    for storage in ("uint8", "float16", "bfloat16"):
+        cases[f"storage/{storage}"] = lambda s=storage: losses_of_storage(s)  # type: ignore[misc]
+    return cases
+
+
+if __name__ == "__main__":
+    OUT, MODELS = Path(sys.argv[1]), Path(sys.argv[2])
+    run_cases(all_cases(), OUT, RANK)
