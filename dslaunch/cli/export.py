@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from dslaunch.cli.talk import talk
+
+if TYPE_CHECKING:
+    from dslaunch.train.export import ExportReport
 
 
 @click.command("export")
@@ -22,9 +26,16 @@ from dslaunch.cli.talk import talk
     help="The directory to write. An existing one needs --force.",
 )
 @click.option("--merge", is_flag=True, help="Fold the adapter into its base and write a full model.")
+@click.option(
+    "--onto-original",
+    is_flag=True,
+    help="With --merge, where the base was quantised: fold into the weights as they were before.",
+)
 @click.option("--force", is_flag=True, help="Replace an earlier export in DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object about what was written.")
-def command(checkpoint: Path, output: Path, merge: bool, force: bool, as_json: bool) -> int:
+def command(
+    checkpoint: Path, output: Path, merge: bool, onto_original: bool, force: bool, as_json: bool
+) -> int:
     """Write CHECKPOINT as a Hugging Face model or adapter directory.
 
     CHECKPOINT is RUN_DIR/checkpoints/step-N, or RUN_DIR for its last one.
@@ -40,7 +51,7 @@ def command(checkpoint: Path, output: Path, merge: bool, force: bool, as_json: b
     with stdout_is_data():
         from dslaunch.train.export import export_checkpoint
 
-        report = export_checkpoint(checkpoint, output, merge=merge, force=force)
+        report = export_checkpoint(checkpoint, output, merge=merge, onto_original=onto_original, force=force)
     if as_json:
         click.echo(json.dumps({"schema_version": 1, **dataclasses.asdict(report)}, indent=2))
         return 0
@@ -50,10 +61,32 @@ def command(checkpoint: Path, output: Path, merge: bool, force: bool, as_json: b
     )
     if report.kind == "adapter":
         talk(_about_base(report.base_model))
-    if report.max_logit_drift is not None:
-        talk(f"merged and adapter model agree to {report.max_logit_drift:.2g} in the logits")
+    for line in _about_merge(report, onto_original):
+        talk(line)
     talk(f"next: dslaunch generate {quote(report.output)} --prompt TEXT")
     return 0
+
+
+def _about_merge(report: ExportReport, onto_original: bool) -> list[str]:
+    """How far the merged model is from the one that was trained, and what it costs besides."""
+    drift, rounded = report.max_logit_drift, report.max_logit_drift_rounded
+    if report.quantization and report.kind == "adapter":
+        return [f"it was trained on the base in {report.quantization}: quantization_config.json says how"]
+    if drift is None or rounded is None:
+        return []
+    written = f"in {report.dtype} to {rounded:.2g}"
+    if onto_original:
+        return [
+            f"the logits differ by {drift:.2g} from the trained model's, whose base was in"
+            f" {report.quantization}; {written}"
+        ]
+    lines = [f"merged and adapter model agree to {drift:.2g} in the logits; {written}"]
+    if report.quantization:
+        lines.append(
+            f"its weights are the values of the base in {report.quantization}, as {report.dtype}:"
+            " quantising them again would move them; keep the adapter for that"
+        )
+    return lines
 
 
 def _about_base(base_model: str) -> str:

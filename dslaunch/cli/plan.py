@@ -136,10 +136,11 @@ def dtypes_of(plan: RunPlan) -> dict[str, str]:
     """The type of everything that has one in the training of dslaunch's own worker."""
     from dslaunch.config.precision import dtypes, dtypes_without_deepspeed
 
-    method = "full" if plan.adapter is None else "lora"
+    quantization = plan.model.quantization_config
+    method = "full" if plan.adapter is None else "qlora" if quantization else "lora"
     if plan.engine == "torch":
-        return dtypes_without_deepspeed(plan.precision, method)
-    found = dtypes(plan.precision, plan.ds_config, method)
+        return dtypes_without_deepspeed(plan.precision, method, quantization)
+    found = dtypes(plan.precision, plan.ds_config, method, quantization)
     if plan.zero_stage == 0 and plan.precision == "bf16" and plan.batch.gradient_accumulation_steps > 1:
         found["gradient_accumulation"] = "fp32"  # the worker runs 16-bit stage 0 as stage 1, which can
     return found

@@ -9,7 +9,7 @@ from typing import Any
 from dslaunch.config.host_devices import DeviceGroup
 from dslaunch.core.devices import CPU_NAME, Device
 from dslaunch.core.errors import ConfigError
-from dslaunch.core.plan import Precision
+from dslaunch.core.plan import Precision, QuantizationPlan
 
 
 @dataclass(frozen=True)
@@ -48,29 +48,45 @@ def communication_data_type(precision: Precision, devices: Sequence[Device] | No
     return "fp32" if precision == "bf16" and amd else None
 
 
-def dtypes(precision: Precision, config: Mapping[str, Any], method: str) -> dict[str, str]:
+def dtypes(
+    precision: Precision,
+    config: Mapping[str, Any],
+    method: str,
+    quantization: QuantizationPlan | None = None,
+) -> dict[str, str]:
     """The type of everything that has one, all from one truth. ``config``: the DeepSpeed JSON.
 
     ``method``: full, lora or qlora. bitsandbytes' packed weights are kept in tensors of the
-    compute type, so that ZeRO can partition them with the rest.
+    compute type, so that ZeRO can partition them with the rest, unless ``quantization`` says otherwise.
     """
     found: dict[str, str] = {"model": precision}
     if method != "full":
         found["adapter"] = precision
-    if method == "qlora":
-        found |= {"bnb_4bit_compute_dtype": precision, "bnb_4bit_quant_storage": precision}
+    found |= _quantised(precision, method, quantization)
     found["master_weights"] = "fp32"
     found["gradient_accumulation"] = (config.get("data_types") or {}).get("grad_accum_dtype", precision)
     found["communication"] = config.get("communication_data_type") or precision
     return found
 
 
-def dtypes_without_deepspeed(precision: Precision, method: str) -> dict[str, str]:
+def dtypes_without_deepspeed(
+    precision: Precision, method: str, quantization: QuantizationPlan | None = None
+) -> dict[str, str]:
     """The same with engine torch: trained weights, sums and what is sent are fp32."""
     found = {"model": "fp32"} if method == "full" else {"model": precision, "adapter": "fp32"}
+    found |= _quantised(precision, method, quantization)
     if precision != "fp32":
         found["autocast"] = precision
     return {**found, "master_weights": "fp32", "gradient_accumulation": "fp32", "communication": "fp32"}
+
+
+def _quantised(precision: Precision, method: str, quantization: QuantizationPlan | None) -> dict[str, str]:
+    if method != "qlora":
+        return {}
+    if quantization is not None and quantization.load_in_8bit:
+        return {"quantised_weights": "int8"}
+    storage = quantization.bnb_4bit_quant_storage if quantization else precision
+    return {"bnb_4bit_compute_dtype": precision, "bnb_4bit_quant_storage": storage}
 
 
 def _choose(groups: Sequence[DeviceGroup]) -> ChosenPrecision:

@@ -139,11 +139,18 @@ def check_quantization(
         report.fail(refusal.key, refusal.why, refusal.hint)
 
 
+def assumed_quantization(spec: QuantizationSpec | None) -> QuantizationPlan | None:
+    """What a section that need not be right comes to, for the memory plan; None where it says too little."""
+    if spec is None or spec.load_in_4bit == spec.load_in_8bit:
+        return None
+    return QuantizationPlan(**{key: value for key, value in dict(spec).items() if value is not None})
+
+
 def fits_stage(spec: QuantizationSpec | None, adapter: Literal["lora", "dora"] | None, stage: int) -> bool:
     """Whether ``zero_optimization.stage: auto`` may try this stage."""
-    if spec is None or adapter is None or spec.load_in_4bit == spec.load_in_8bit:
+    plan = assumed_quantization(spec)
+    if plan is None or adapter is None:
         return True  # what else is wrong is said when the plan is resolved
-    plan = QuantizationPlan(load_in_4bit=spec.load_in_4bit, load_in_8bit=spec.load_in_8bit)
     found = refusals(plan, adapter, zero_stage=stage, precision="fp32", device_type="cuda")
     return not any(refusal.key == STAGE for refusal in found)
 

@@ -7,6 +7,7 @@ only when it is complete and has been checked.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import os
 from collections.abc import Mapping
@@ -16,13 +17,15 @@ from typing import Any, Literal
 
 import torch
 
+from dslaunch.core.atomic import write_json
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.plan import AdapterPlan, ModelPlan
 from dslaunch.train.adapters import lora_config
 from dslaunch.train.checkpoint.record import read_record
 from dslaunch.train.fp32_modules import fp32_names, to_dtype
-from dslaunch.train.model import DTYPES, load_base_model, load_tokenizer, model_source
+from dslaunch.train.model import DTYPES, load_base_model, load_config, load_tokenizer, model_source
 from dslaunch.train.publish import new_directory
+from dslaunch.train.quantization import QUANTIZATION_FILE, bitsandbytes_config, dequantised
 from dslaunch.train.weights import TrainedWeights, check_tensors, find_checkpoint, load_trained_weights
 
 _PROBE_TOKENS = 32
@@ -32,7 +35,8 @@ _PROBE_TOKENS = 32
 class ExportReport:
     """What was written.
 
-    ``max_logit_drift``: merged against adapter model on a few tokens; None if not merged.
+    ``max_logit_drift``: of what was merged; None if nothing was (see :class:`MergeDrift`).
+    ``quantization``: of the base that was trained on.
     """
 
     kind: Literal["adapter", "model"]
@@ -44,6 +48,19 @@ class ExportReport:
     num_parameters: int
     base_model: str
     max_logit_drift: float | None = None
+    max_logit_drift_rounded: float | None = None
+    quantization: str | None = None
+
+
+@dataclass(frozen=True)
+class MergeDrift:
+    """The largest difference in the logits from the model that was trained, on a few tokens.
+
+    ``merged``: in fp32. ``rounded``: as it is written, in the run's dtype.
+    """
+
+    merged: float
+    rounded: float
 
 
 @dataclass(frozen=True)
@@ -62,13 +79,15 @@ class _Trained:
 
 
 def export_checkpoint(
-    source: Path, output: Path, *, merge: bool = False, force: bool = False
+    source: Path, output: Path, *, merge: bool = False, onto_original: bool = False, force: bool = False
 ) -> ExportReport:
     """Write the checkpoint ``source`` (or the last one of a run directory) to ``output``.
 
     An adapter run gives an adapter directory, or with ``merge`` a full model
     with the adapter folded in; a full fine-tuning gives the model. Full models
-    have the dtype of the training precision, but for fp32_modules; adapters are fp32.
+    have the dtype of the training precision, but for fp32_modules; adapters are fp32. Where the
+    base was quantised, ``merge`` folds into the values of its codes, which is the model that was
+    trained, and ``onto_original`` into the weights that they were made of.
 
     Raises ConfigError where the checkpoint is unusable, ``merge`` makes no sense
     or ``output`` exists (without ``force``); EnvironmentNotReady where it cannot be written.
@@ -81,10 +100,12 @@ def export_checkpoint(
             "--merge folds an adapter into its base model, and this run trained the whole model",
             hint="leave --merge out",
         )
+    if onto_original:
+        _check_original(trained, merge)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_directory(output) as scratch:
-            drift = _write_weights(trained, scratch, merge=merge)
+            drift = _write_weights(trained, scratch, merge=merge, onto_original=onto_original)
             load_tokenizer(trained.model, trained.dtype).save_pretrained(scratch)
             shapes = _written_shapes(scratch)
     except OSError as error:
@@ -99,7 +120,9 @@ def export_checkpoint(
         num_tensors=len(shapes),
         num_parameters=_count_elements(shapes),
         base_model=trained.model.path,
-        max_logit_drift=drift,
+        max_logit_drift=drift.merged if drift else None,
+        max_logit_drift_rounded=drift.rounded if drift else None,
+        quantization=str(trained.model.quantization_config) if trained.model.quantization_config else None,
     )
 
 
@@ -110,13 +133,27 @@ def _read_trained(checkpoint: Path) -> _Trained:
     return _Trained(weights, record.model, record.adapter, DTYPES[record.precision], fp32_modules)
 
 
-def _write_weights(trained: _Trained, out: Path, *, merge: bool) -> float | None:
+def _check_original(trained: _Trained, merge: bool) -> None:
+    if not merge or trained.model.quantization_config is None:
+        raise ConfigError(
+            "--onto-original says what --merge folds an adapter into, where the base was quantised",
+            hint="leave it out" if merge else "add --merge, or leave it out",
+        )
+    source = model_source(trained.model, trained.dtype)
+    if getattr(load_config(trained.model, source), "quantization_config", None) is not None:
+        raise ConfigError(
+            f"--onto-original: {trained.model.path} is quantised itself; what it was made of is not known",
+            hint="leave --onto-original out",
+        )
+
+
+def _write_weights(trained: _Trained, out: Path, *, merge: bool, onto_original: bool) -> MergeDrift | None:
     """Weights and config; the logit drift where there is something to compare."""
     if trained.adapter is None:
         _write_full_model(trained, out)
         return None
     if merge:
-        return _write_merged_model(trained, trained.adapter, out)
+        return _write_merged_model(trained, trained.adapter, out, onto_original=onto_original)
     _write_adapter(trained, trained.adapter, out)
     return None
 
@@ -132,6 +169,9 @@ def _write_adapter(trained: _Trained, adapter: AdapterPlan, out: Path) -> None:
     config.base_model_name_or_path = trained.model.path
     config.revision = trained.model.revision
     wrapped.save_pretrained(out, state_dict=tensors, save_embedding_layers=False)
+    if trained.model.quantization_config is not None:
+        how = bitsandbytes_config(trained.model.quantization_config, trained.dtype)
+        write_json(out / QUANTIZATION_FILE, how.to_dict())
     # peft writes a model card with nothing in it.
     (out / "README.md").unlink(missing_ok=True)
     # The names in the file are peft's own; none may have got lost on the way to them.
@@ -141,21 +181,25 @@ def _write_adapter(trained: _Trained, adapter: AdapterPlan, out: Path) -> None:
         raise ConfigError("the written adapter is not what was trained: names or shapes differ")
 
 
-def _write_merged_model(trained: _Trained, adapter: AdapterPlan, out: Path) -> float:
+def _write_merged_model(
+    trained: _Trained, adapter: AdapterPlan, out: Path, *, onto_original: bool
+) -> MergeDrift:
     """Fold the adapter into the base, compare the two, then round once to the run's dtype.
 
-    The base is read as the run read it and computed with in fp32: what is
-    merged is the model that was trained. Returns the largest logit difference.
+    The base is read as the run read it and computed with in fp32: what is merged is the model that
+    was trained; where it was quantised, the values that the codes stand for. ``onto_original``
+    merges into the weights as they were before. Returns the largest logit differences.
     """
-    base = load_base_model(trained.model, trained.dtype, trained.fp32_modules).float()
-    was_one = _part_head_from_embedding(base)
-    wrapped = _wrap(base, adapter).eval()
-    check_tensors(trained.weights.tensors, _trainable_shapes(wrapped), trained.where)
-    wrapped.load_state_dict(dict(trained.weights.tensors), strict=False)  # the rest is in the base
+    wrapped, was_one = _adapted_base(trained, adapter, trained.model)
     before = _probe_logits(wrapped)
+    if onto_original:
+        original = dataclasses.replace(trained.model, quantization_config=None)
+        wrapped, was_one = _adapted_base(trained, adapter, original)
+    same = _probe_logits(wrapped) if onto_original else before
     merged = wrapped.merge_and_unload(safe_merge=True)  # raises on nan
-    drift = float((_probe_logits(merged) - before).abs().max())
-    limit = 1e-3 * max(1.0, float(before.abs().max()))
+    after = _probe_logits(merged)
+    drift = float((after - same).abs().max())
+    limit = 1e-3 * max(1.0, float(same.abs().max()))
     if not drift <= limit:
         raise ConfigError(
             f"the merged model differs from the adapter model: logits are up to {drift:.3g} apart",
@@ -164,7 +208,19 @@ def _write_merged_model(trained: _Trained, adapter: AdapterPlan, out: Path) -> f
     if was_one:
         _tie_if_equal(merged)
     _save_model(to_dtype(merged, trained.dtype, trained.fp32_modules), trained, out)
-    return drift
+    rounded = _probe_logits(merged.float())
+    return MergeDrift(float((after - before).abs().max()), float((rounded - before).abs().max()))
+
+
+def _adapted_base(trained: _Trained, adapter: AdapterPlan, model: ModelPlan) -> tuple[Any, bool]:
+    """The base in fp32 with the trained adapter, and whether its head and embedding were one."""
+    base = load_base_model(model, trained.dtype, trained.fp32_modules)
+    base = dequantised(base, torch.float32) if model.quantization_config else base.float()
+    was_one = _part_head_from_embedding(base)
+    wrapped = _wrap(base, adapter).eval()
+    check_tensors(trained.weights.tensors, _trainable_shapes(wrapped), trained.where)
+    wrapped.load_state_dict(dict(trained.weights.tensors), strict=False)  # the rest is in the base
+    return wrapped, was_one
 
 
 def _write_full_model(trained: _Trained, out: Path) -> None:

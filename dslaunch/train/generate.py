@@ -14,9 +14,11 @@ import torch
 from dslaunch.core.command import quote
 from dslaunch.core.errors import ConfigError, DslaunchError, one_line
 from dslaunch.core.model_path import model_kind
-from dslaunch.core.plan import ModelPlan
+from dslaunch.core.plan import ModelPlan, QuantizationPlan
+from dslaunch.core.quantised_model import plan_on_disk
 from dslaunch.train.hub import check_hub_model
-from dslaunch.train.model import check_vocabulary, load_base_model, load_tokenizer
+from dslaunch.train.model import check_vocabulary, load_base_model, load_config, load_tokenizer
+from dslaunch.train.quantization import QUANTIZATION_FILE
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,24 @@ def load_generator(path: str, *, trust_remote_code: bool = False) -> Generator:
     # An adapter directory may bring its own tokenizer and template: they are what it was trained with.
     own = path if (directory / "tokenizer_config.json").is_file() else None
     tokenizer = load_tokenizer(replace(base, tokenizer=own), dtype)
+    base = replace(base, quantization_config=_quantization(directory, base))
     model = load_base_model(base, dtype)
     check_vocabulary(model, tokenizer, base.path)
     if adapter is not None:
         model = _with_adapter(model, directory, dtype)
     model.config.use_cache = True
     return Generator(model.to(device).eval(), tokenizer, end_token_ids(model, tokenizer))
+
+
+def _quantization(directory: Path, base: ModelPlan) -> QuantizationPlan | None:
+    """How the weights are quantised: the model's own, or as an adapter's base was while it was trained."""
+    file = directory / QUANTIZATION_FILE
+    if file.is_file():
+        return plan_on_disk(read_json(file))
+    if base.kind == "gguf":
+        return None
+    block = getattr(load_config(base, base.path), "quantization_config", None)
+    return plan_on_disk(block) if isinstance(block, dict) else None
 
 
 def _check_bare_name(name: str) -> None:
@@ -167,12 +181,20 @@ def _device_and_dtype() -> tuple[torch.device, torch.dtype]:
 
 def _read_adapter_config(directory: Path) -> dict[str, Any]:
     path = directory / "adapter_config.json"
+    value = read_json(path)
+    if not value.get("base_model_name_or_path"):
+        raise ConfigError(f"{path} does not name its base model (base_model_name_or_path)")
+    return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model's or adapter's directory. Raises ConfigError where it is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    if not isinstance(value, dict) or not value.get("base_model_name_or_path"):
-        raise ConfigError(f"{path} does not name its base model (base_model_name_or_path)")
+    if not isinstance(value, dict):
+        raise ConfigError(f"cannot read {path}: it holds a {type(value).__name__}, no JSON object")
     return value
 
 

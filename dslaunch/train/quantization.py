@@ -11,6 +11,10 @@ from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.plan import AdapterPlan, QuantizationPlan
 from dslaunch.core.quantised_model import plan_on_disk, undeclared
 
+# In an exported adapter: how its base was quantised, as BitsAndBytesConfig(**json) takes it;
+# peft's own file has no place for it.
+QUANTIZATION_FILE = "quantization_config.json"
+
 
 def bitsandbytes_config(plan: QuantizationPlan, dtype: torch.dtype, skip: tuple[str, ...] = ()) -> Any:
     """transformers' ``BitsAndBytesConfig`` that quantises while loading, computed with in ``dtype``.
@@ -25,7 +29,7 @@ def bitsandbytes_config(plan: QuantizationPlan, dtype: torch.dtype, skip: tuple[
         return BitsAndBytesConfig(
             load_in_8bit=True,
             llm_int8_threshold=plan.llm_int8_threshold,
-            llm_int8_skip_modules=list(skip) or None,
+            llm_int8_skip_modules=list(skip or plan.llm_int8_skip_modules) or None,
         )
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -33,7 +37,7 @@ def bitsandbytes_config(plan: QuantizationPlan, dtype: torch.dtype, skip: tuple[
         bnb_4bit_use_double_quant=plan.bnb_4bit_use_double_quant,
         bnb_4bit_quant_storage=plan.bnb_4bit_quant_storage,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=list(skip) or None,
+        llm_int8_skip_modules=list(skip or plan.llm_int8_skip_modules) or None,
     )
 
 

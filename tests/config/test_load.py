@@ -366,7 +366,7 @@ def test_where_text_stands_for_a_mapping_the_message_says_so(text: str, message:
     [
         ("model: {path: m, device_map: auto}\n", "leave it out: DeepSpeed places the weights"),
         ("model: {path: m, low_cpu_mem_usage: true}\n", "leave it out: at zero_optimization.stage 3"),
-        ("adapter: {type: lora, load_in_4bit: true}\n", "leave it out: 4-bit training is not built yet"),
+        ("adapter: {load_in_4bit: true}\n", "write load_in_4bit in the section model.quantization_config"),
         ("adapter: lora\n", "write adapter: {type: lora}"),
         ("ddp_timeout: 60\n", "write ddp_timeout_s in the section launch"),
     ],

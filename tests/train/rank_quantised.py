@@ -17,6 +17,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.memory import all_tensors, live_bytes, storages
+from dslaunch.config.memory.items import rest_size
+from dslaunch.config.memory.model import load_model_facts
+from dslaunch.config.memory.of_run import setup_of_run
+from dslaunch.config.memory.offload import rank_items
 from dslaunch.core.plan import AdapterPlan, QuantizationPlan
 from dslaunch.losses.sft import token_nll
 from dslaunch.train.adapters import add_adapter
@@ -36,11 +41,19 @@ RUNS: list[RunCell] = [
     ("nf4", "fp32", 0), ("nf4", "fp16", 2), ("nf4", "bf16", 3), ("nf4", "fp32", 3), ("nf4-single", "bf16", 2),
     ("fp4", "fp16", 1), ("on-disk", "fp16", 2), ("on-disk", "bf16", 3), ("int8", "fp32", 1),
     ("int8", "bf16", 2), ("int8", "fp16", 0), ("qdora", "bf16", 0), ("qdora", "fp16", 1),
-    ("qdora", "fp32", 2), ("rslora", "bf16", 3),
+    ("qdora", "fp32", 2), ("rslora", "bf16", 3), ("lora", "fp32", 1), ("lora", "bf16", 2),
+    ("lora", "fp16", 3), ("dora", "bf16", 1), ("dora", "fp16", 2), ("dora", "fp32", 3),
+]  # fmt: skip
+# The last number: stage3_param_persistence_threshold.
+MEMORY = [
+    ("nf4", "bf16", 2, 0), ("nf4", "bf16", 3, 0), ("nf4-single", "fp16", 3, 3000), ("nf4", "fp32", 1, 0),
+    ("int8", "bf16", 2, 0),
 ]  # fmt: skip
 RESUMED: list[RunCell] = [("nf4", "bf16", 1), ("nf4", "fp16", 3), ("int8", "fp16", 2), ("qdora", "bf16", 2)]
 FOUR = QuantizationPlan(load_in_4bit=True)
-KINDS: dict[str, tuple[QuantizationPlan, AdapterPlan]] = {
+KINDS: dict[str, tuple[QuantizationPlan | None, AdapterPlan]] = {
+    "lora": (None, LORA),
+    "dora": (None, replace(LORA, type="dora")),
     "nf4": (FOUR, LORA),
     "nf4-single": (replace(FOUR, bnb_4bit_use_double_quant=False), LORA),
     "fp4": (replace(FOUR, bnb_4bit_quant_type="fp4"), LORA),
@@ -53,9 +66,7 @@ KINDS: dict[str, tuple[QuantizationPlan, AdapterPlan]] = {
 STORAGE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def plan_of(
-    kind: str, precision: str, stage: int, *, out: Path, models: Path, storage: str | None = None
-) -> Any:
+def plan_of(kind: str, precision: str, stage: int, storage: str | None = None) -> Any:
     """The plan of a cell, with the storage that a run file would get."""
     quantization, adapter = KINDS[kind]
     storage = storage or (STORAGE[precision] if stage == 3 else "uint8")
@@ -72,7 +83,9 @@ def plan_of(
     return make_plan(
         OUT, MODELS / ("on-disk" if kind == "on-disk" else "untied"), OUT, micro=1, accumulation=1,
         zero_stage=stage, precision=precision, adapter=adapter, ds_config=settings,
-        model={"quantization_config": replace(quantization, bnb_4bit_quant_storage=storage)},
+        model={
+            "quantization_config": quantization and replace(quantization, bnb_4bit_quant_storage=storage)
+        },
     )  # fmt: skip
 
 
@@ -112,7 +125,9 @@ def trained(engine: Engine) -> Weights:
 def oracle(plan: Any) -> tuple[list[float], Weights]:
     """Losses and trained weights in float64, on the values of the codes and the samples of both ranks."""
     torch.manual_seed(plan.seed)
-    base = dequantised(load_base_model(plan.model, DTYPES[plan.precision]), torch.float64)
+    base = load_base_model(plan.model, DTYPES[plan.precision])
+    if plan.model.quantization_config is not None:
+        base = dequantised(base, torch.float64)
     model, _ = add_adapter(base, plan.adapter)
     model.to(DTYPES[plan.precision]).to(torch.float64).train()  # the adapter begins in the run's precision
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -136,9 +151,7 @@ def oracle(plan: Any) -> tuple[list[float], Weights]:
     return losses, {name: p.detach().flatten().tolist() for name, p in parameters.items()}
 
 
-def away(
-    found: dict[str, list[float]], expected: dict[str, list[float]], start: dict[str, list[float]]
-) -> float:
+def away(found: Weights, expected: Weights, start: Weights) -> float:
     """How far the trained weights ended from the oracle's, as a share of the way they went."""
     assert found.keys() == expected.keys()
     error = sum((a - b) ** 2 for n in found for a, b in zip(found[n], expected[n], strict=True))
@@ -204,6 +217,23 @@ def resumed(kind: str, precision: str, stage: int) -> dict[str, Any]:
     return {"same": again == straight and end == straight_end, "bytes": size}
 
 
+def memory_of(kind: str, precision: str, stage: int, threshold: int = 0) -> dict[str, int]:
+    """Bytes of the model's states at rest after a step, and what ``dslaunch plan`` says of this rank."""
+    plan = plan_of(kind, precision, stage)
+    settings = {**plan.ds_config, "zero_optimization": {**plan.ds_config["zero_optimization"]}}
+    settings["zero_optimization"]["reduce_bucket_size"] = 2000
+    if stage == 3:
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+    plan = replace(plan, ds_config=settings)
+    gc.collect()
+    ignore = set(storages(all_tensors()))
+    with engine_of(plan) as engine:
+        train(engine, 0, 1)
+        measured = live_bytes(engine, ignore)
+    facts = load_model_facts(MODELS / "untied")
+    return {"measured": measured, "planned": rest_size(rank_items(setup_of_run(plan, facts), RANK)[0])}
+
+
 # --- what is refused, done all the same ---------------------------------------------------------------
 
 
@@ -242,6 +272,8 @@ def all_cases() -> dict[str, Case]:
         cases["run/" + "/".join(map(str, cell))] = lambda c=cell: run_of(*c)  # type: ignore[misc]
     for cell in RESUMED:
         cases["resumed/" + "/".join(map(str, cell))] = lambda c=cell: resumed(*c)  # type: ignore[misc]
+    for memory in MEMORY:
+        cases["memory/" + "/".join(map(str, memory))] = lambda m=memory: memory_of(*m)  # type: ignore[misc]
     cases["fails/qdora/3"] = lambda: fails("qdora", "bf16", 3)
     cases["fails/int8-dora/2"] = lambda: fails("int8-dora", "bf16", 2)
     cases["whole-copies"] = whole_copies

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from dslaunch.config.memory.tensors import ModelFacts, Tensor
 from dslaunch.core.errors import ConfigError
+from dslaunch.core.plan import QuantizationPlan
 
 ALL_LINEAR = "all-linear"
 _NOT_LINEAR = ("embed_tokens", "wte", "wpe", "embed_in", "lm_head", "score")
@@ -41,6 +42,23 @@ def adapter_tensors(
 def linear_weights(facts: ModelFacts) -> tuple[Tensor, ...]:
     """The weights of all linear layers but the output head. Experts and routers are no linear layers."""
     return tuple(tensor for tensor in facts.tensors if _is_linear(tensor))
+
+
+def quantised_weights(facts: ModelFacts, quantization: QuantizationPlan) -> set[str]:
+    """The names of the weights that bitsandbytes quantises: of linear layers, but those to be skipped."""
+    skipped = quantization.llm_int8_skip_modules
+    return {
+        tensor.name
+        for tensor in linear_weights(facts)
+        if not any(f".{name}." in f".{tensor.name}" for name in skipped)
+    }
+
+
+def quantised_bytes(weight: Tensor, quantization: QuantizationPlan) -> tuple[int, int]:
+    """Bytes of one quantised matrix: (codes, scales and code book). 8 bit has one fp32 scale a row."""
+    if quantization.load_in_8bit:
+        return weight.numel, 4 * weight.shape[0]
+    return nf4_bytes(weight.numel, double_quant=quantization.bnb_4bit_use_double_quant)
 
 
 def nf4_bytes(numel: int, *, double_quant: bool) -> tuple[int, int]:

@@ -59,8 +59,6 @@ def _shorter(setup: Setup) -> Iterator[_Step]:
 def _adapters(setup: Setup) -> Iterator[_Step]:
     methods: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
     for method in methods[setup.method]:
-        if method == "qlora" and setup.in_run_file:
-            return  # its adapters are not quantised
         r = setup.lora_r or _LORA_R
         trained, frozen = adapted(
             setup.model, method, r=r, bytes_each=setup.bytes_each, value_head=setup.value_head
@@ -69,11 +67,18 @@ def _adapters(setup: Setup) -> Iterator[_Step]:
         changed = dataclasses.replace(
             setup, method=method, trainable=trained, frozen=frozen, lora_r=r, exclude_frozen=True, zero=zero
         )
-        flag = "--set adapter.type=lora" if setup.in_run_file else f"--method {method}"
+        flag = _typed(setup, method) if setup.in_run_file else f"--method {method}"
         price = (
             "quantises what is not trained" if setup.method == "lora" else f"trains adapters of rank {r} only"
         )
         yield changed, flag, price
+
+
+def _typed(setup: Setup, method: Method) -> str:
+    """What makes a run file's training ``method``."""
+    found = ["--set adapter.type=lora"] if setup.method == "full" else []
+    found += ["--set model.quantization_config.load_in_4bit=true"] if method == "qlora" else []
+    return " ".join(found)
 
 
 def _more(setup: Setup) -> Iterator[_Step]:

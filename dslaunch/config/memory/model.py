@@ -30,7 +30,7 @@ def load_model_facts(path: Path) -> ModelFacts:
 def _from_directory(path: Path) -> ModelFacts:
     config = _read_config(path / "config.json")
     files = _weight_files(path)
-    if not files:
+    if not files or "quantization_config" in config:  # headers of quantised weights have other shapes
         return _from_config(config, path / "config.json")
     headers = [read_safetensors(file) for file in files]
     stored = _untie([tensor for header in headers for tensor in header.tensors], config)

@@ -22,8 +22,17 @@ from dslaunch.config.memory.setup import (
 )
 from dslaunch.config.memory.tensors import ModelFacts
 from dslaunch.config.memory.wide import with_fp32_modules
+from dslaunch.config.quantization import assumed_quantization
 from dslaunch.config.spec import AdapterSpec, RunSpec
-from dslaunch.core.plan import AdapterPlan, BatchPlan, EngineKind, OptimizerPlan, Precision, RunPlan
+from dslaunch.core.plan import (
+    AdapterPlan,
+    BatchPlan,
+    EngineKind,
+    OptimizerPlan,
+    Precision,
+    QuantizationPlan,
+    RunPlan,
+)
 from dslaunch.core.topology import Host
 
 _ATTENTION: dict[str, Attention] = {"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "flash"}
@@ -64,6 +73,7 @@ def setup_of_run(plan: RunPlan, facts: ModelFacts) -> Setup:
         gradient_checkpointing=plan.model.gradient_checkpointing,
         attention=_ATTENTION[plan.model.attn_implementation],
         fp32_modules=plan.fp32_modules,
+        quantization=plan.model.quantization_config,
     )
 
 
@@ -87,6 +97,7 @@ def setup_of_spec(
         gradient_checkpointing=spec.model.gradient_checkpointing,
         attention=_ATTENTION[spec.model.attn_implementation],
         fp32_modules=spec.fp32_modules,
+        quantization=assumed_quantization(spec.model.quantization_config),
     )
 
 
@@ -107,6 +118,7 @@ def _worker_setup(
     gradient_checkpointing: bool,
     attention: Attention,
     fp32_modules: Sequence[str],
+    quantization: QuantizationPlan | None,
 ) -> Setup:
     """Our worker runs 16-bit stage 0 as stage 1 (docs/upstream.md).
 
@@ -130,8 +142,8 @@ def _worker_setup(
     setup = Setup(
         model=facts,
         trainable=trainable,
-        frozen=() if adapter is None else frozen_tensors(facts, bytes_each=e),
-        method="full" if adapter is None else "lora",
+        frozen=() if adapter is None else frozen_tensors(facts, bytes_each=e, quantization=quantization),
+        method="full" if adapter is None else "qlora" if quantization else "lora",
         engine=engine,
         autocast=alone and e == 2,
         precision="fp32" if alone else precision,

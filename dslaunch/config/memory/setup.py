@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from dslaunch.config.memory.adapter import adapter_tensors, linear_weights, nf4_bytes
+from dslaunch.config.memory.adapter import adapter_tensors, quantised_bytes, quantised_weights
 from dslaunch.config.memory.tensors import ModelFacts, Tensor
-from dslaunch.core.plan import EngineKind, Precision
+from dslaunch.core.plan import EngineKind, Precision, QuantizationPlan
 
 Method = Literal["full", "lora", "qlora"]
 Attention = Literal["sdpa", "flash", "eager"]
@@ -76,11 +76,15 @@ _BLOCK, _WHOLE_BELOW = 256, 4096  # bitsandbytes.optim
 
 @dataclass(frozen=True)
 class Frozen:
-    """A tensor that is not trained: ``elements`` of ``element_bytes``, and bytes that are never sharded."""
+    """A tensor that is not trained: ``elements`` of ``element_bytes``, and bytes that are never sharded.
+
+    ``packed``: the elements are not weights, but several codes of bitsandbytes each.
+    """
 
     elements: int
     element_bytes: int
     replicated: int = 0
+    packed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -186,19 +190,26 @@ def adapted(
         return model.tensors, ()
     saved = ("score",) if value_head else ()
     trained = adapter_tensors(model, r=r, modules_to_save=saved)
-    return trained, frozen_tensors(model, bytes_each=bytes_each, quantised=method == "qlora")
+    return trained, frozen_tensors(
+        model, bytes_each=bytes_each, quantization=NF4 if method == "qlora" else None
+    )
+
+
+_STORAGE_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+NF4 = QuantizationPlan(load_in_4bit=True)
 
 
 def frozen_tensors(
-    model: ModelFacts, *, bytes_each: int, quantised: bool = False, double_quant: bool = True
+    model: ModelFacts, *, bytes_each: int, quantization: QuantizationPlan | None = None
 ) -> tuple[Frozen, ...]:
-    """The model's own tensors under an adapter; ``quantised``: its linear layers in NF4."""
-    packed = {tensor.name for tensor in linear_weights(model)} if quantised else set()
+    """The model's own tensors under an adapter; ``quantization``: how its linear layers are kept."""
+    packed = quantised_weights(model, quantization) if quantization else set()
     found = []
     for tensor in model.tensors:
-        if tensor.name in packed:
-            weights, scales = nf4_bytes(tensor.numel, double_quant=double_quant)
-            found.append(Frozen(weights, 1, scales))
+        if quantization and tensor.name in packed:
+            weights, scales = quantised_bytes(tensor, quantization)
+            size = _STORAGE_BYTES[quantization.bnb_4bit_quant_storage]
+            found.append(Frozen(-(-weights // size), size, scales, packed=True))
         else:
             found.append(Frozen(tensor.numel, bytes_each))
     return tuple(found)

@@ -19,7 +19,7 @@ from dslaunch.config.memory.items import (
     UPDATE,
     Item,
 )
-from dslaunch.config.memory.setup import Setup, flat_size, shard, touching
+from dslaunch.config.memory.setup import Frozen, Setup, flat_size, shard, touching
 from dslaunch.config.memory.wide import shared_masters
 
 GATHERED = "gathered weights (stage3_max_reuse_distance)"
@@ -173,12 +173,13 @@ def stage_3_share(setup: Setup) -> int:
 def stage_3_buffers(setup: Setup) -> list[Item]:
     """The bucket and the small tensors that stay whole (both for good), and what is gathered in passing."""
     e, zero, persistent = setup.bytes_each, setup.zero, _persistent(setup)
+    whole = e * persistent + sum(part.elements * part.element_bytes for part in _small_packed(setup))
     rest = setup.model.numel + (setup.numel if setup.method != "full" else 0) - persistent
     kept = min(rest, zero.stage3_max_reuse_distance // 2 + 4 * setup.largest)
     return [
         Item("reduce bucket", zero.reduce_bucket_size * e),
         # The step lets go of them and gathers them again at its end.
-        Item("small weights kept whole", e * persistent if setup.world_size > 1 else 0, (REST, *PASSES)),
+        Item("small weights kept whole", whole if setup.world_size > 1 else 0, (REST, *PASSES)),
         Item(GATHERED, _gathered_bytes(setup, kept), PASSES),
         Item("prefetched weights", e * min(zero.stage3_prefetch_bucket_size, rest), (FORWARD, LAYERS)),
     ]
@@ -195,8 +196,14 @@ def _gathered_bytes(setup: Setup, elements: int) -> int:
 def _persistent(setup: Setup) -> int:
     sizes = [tensor.numel for tensor in setup.trainable]
     if setup.method != "full":
-        sizes += [part.elements for part in setup.frozen if part.element_bytes > 1]
+        sizes += [part.elements for part in setup.frozen if not part.packed]
     return sum(n for n in sizes if n <= setup.zero.stage3_param_persistence_threshold)
+
+
+def _small_packed(setup: Setup) -> list[Frozen]:
+    """Quantised weights that are kept whole: DeepSpeed counts the elements that they are packed in."""
+    limit = setup.zero.stage3_param_persistence_threshold
+    return [part for part in setup.frozen if part.packed and part.elements <= limit]
 
 
 def largest_sub_group(setup: Setup) -> int:
