@@ -135,7 +135,7 @@ def test_gpt2s_transposed_layers_come_back_as_they_were(tmp_path: Path) -> None:
     assert back.keys() == whole.keys()
     for name, tensor in whole.items():
         assert back[name].shape == tensor.shape
-        assert torch.allclose(back[name], tensor, atol=0.02), name  # 4 bits of weights of about 0.02
+        assert (back[name] - tensor).norm() <= 0.15 * tensor.norm(), name  # 4 bits; transposed it is 1.4
 
 
 def test_modules_that_are_named_are_left_as_they_are_and_so_is_the_head(models: Path) -> None:
