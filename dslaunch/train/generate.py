@@ -18,7 +18,7 @@ from dslaunch.core.plan import ModelPlan, QuantizationPlan
 from dslaunch.core.quantised_model import plan_on_disk
 from dslaunch.train.hub import check_hub_model
 from dslaunch.train.model import check_vocabulary, load_base_model, load_config, load_tokenizer
-from dslaunch.train.quantization import QUANTIZATION_FILE
+from dslaunch.train.quantization import QUANTIZATION_FILE, check_rows
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def load_generator(path: str, *, trust_remote_code: bool = False) -> Generator:
     tokenizer = load_tokenizer(replace(base, tokenizer=own), dtype)
     base = replace(base, quantization_config=_quantization(directory, base))
     model = load_base_model(base, dtype)
+    check_rows(model)
     check_vocabulary(model, tokenizer, base.path)
     if adapter is not None:
         model = _with_adapter(model, directory, dtype)

@@ -23,6 +23,7 @@ from dslaunch.train.fp32_modules import Fp32Modules, loaded_in_fp32, set_dtypes
 from dslaunch.train.gguf import convert_gguf
 from dslaunch.train.hub import check_hub_model, has_no_answer, no_answer
 from dslaunch.train.quantization import (
+    check_rows,
     check_trained_whole,
     keep_codes_in_place,
     loading_arguments,
@@ -161,6 +162,7 @@ def load_model(plan: RunPlan, tokenizer: Any) -> LoadedModel:
     check_vocabulary(model, tokenizer, plan.model.path)
     notes: list[str] = []
     if plan.model.quantization_config is not None:
+        check_rows(model)
         notes.append(f"frozen weights are kept in {plan.model.quantization_config}")
     if plan.adapter is not None:
         model, note = add_adapter(model, plan.adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -136,13 +137,12 @@ def dequantised(model: Any, dtype: torch.dtype) -> Any:
 
     transformers' own ``dequantize`` makes linear layers of GPT-2's Conv1D, and saves them transposed.
     """
-    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
     from transformers.pytorch_utils import Conv1D
 
     for name, module in list(model.named_modules()):
         if not any(is_quantised(p) for p in module.parameters(recurse=False)):
             continue
-        weight = dequantize_bnb_weight(module.weight, getattr(module, "state", None)).to(dtype)
+        weight = _values(module).to(dtype)
         out, into = weight.shape
         with torch.device("meta"):
             plain = Conv1D(out, into) if module.source_cls is Conv1D else torch.nn.Linear(into, out)
@@ -151,6 +151,38 @@ def dequantised(model: Any, dtype: torch.dtype) -> Any:
         model.set_submodule(name, plain)
     model.hf_quantizer.remove_quantization_config(model)
     return model.to(dtype)
+
+
+def check_rows(model: Any) -> None:
+    """Raises ConfigError for 4-bit layers on a CPU that bitsandbytes 0.50.2 reads wrong: weights off by 25-40 %.
+
+    Its kernel takes each row's blocks to begin anew, and quantising does not (backends/cpu/ops.py).
+    """
+    for name, module in model.named_modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is None or module.weight.device.type != "cpu":
+            continue
+        width = state.shape[-1]
+        if width % 2 == 0 and width % state.blocksize:
+            raise ConfigError(
+                f"{name} has rows of {width} weights: on a CPU bitsandbytes misreads 4-bit rows that are no"
+                f" multiple of {state.blocksize}",
+                hint=f"model.quantization_config.llm_int8_skip_modules: [{name.rsplit('.', 1)[-1]}], or"
+                " load_in_8bit",
+            )
+
+
+def _values(module: Any) -> torch.Tensor:
+    """What the codes of a layer stand for. 4-bit rows are read as one, which every kernel reads right."""
+    from bitsandbytes import functional
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    state = getattr(module.weight, "quant_state", None)
+    if state is None:
+        return dequantize_bnb_weight(module.weight, module.state)
+    flat = copy.copy(state)
+    flat.shape = torch.Size((1, state.shape.numel()))
+    return functional.dequantize_4bit(module.weight.data, flat).reshape(state.shape)
 
 
 def _on_disk(config: Any) -> dict[str, Any] | None:

@@ -138,6 +138,22 @@ def test_gpt2s_transposed_layers_come_back_as_they_were(tmp_path: Path) -> None:
         assert (back[name] - tensor).norm() <= 0.15 * tensor.norm(), name  # 4 bits; transposed it is 1.4
 
 
+def test_rows_that_a_cpu_misreads_are_refused(tmp_path: Path) -> None:
+    """And still are misread: 4 bits are 9 % off, not 25 %."""
+    import bitsandbytes.functional as bnb
+    import torch
+
+    from dslaunch.train.model import load_base_model
+    from dslaunch.train.quantization import check_rows
+
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    back = bnb.dequantize_4bit(*bnb.quantize_4bit(weight, quant_type="nf4"))
+    assert (back - weight).norm() > 0.2 * weight.norm()
+    model = load_base_model(plan(make_tiny_model_dir(tmp_path, layers=1, hidden=96), FOUR), torch.float32)
+    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.q_proj has rows of 96 weights: on a CPU"):
+        check_rows(model)
+
+
 def test_modules_that_are_named_are_left_as_they_are_and_so_is_the_head(models: Path) -> None:
     import torch
 
