@@ -154,7 +154,7 @@ def dequantised(model: Any, dtype: torch.dtype) -> Any:
 
 
 def check_rows(model: Any) -> None:
-    """Raises ConfigError for 4-bit layers on a CPU that bitsandbytes 0.50.2 reads wrong: weights off by 25-40 %.
+    """Raises ConfigError for 4-bit layers on a CPU that bitsandbytes 0.50.2 reads wrong, by 25-40 %.
 
     Its kernel takes each row's blocks to begin anew, and quantising does not (backends/cpu/ops.py).
     """
