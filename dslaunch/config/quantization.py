@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+from dslaunch.config.engine_plan import EnginePlan
+from dslaunch.config.facts import Facts
+from dslaunch.config.hosts import ResolvedHosts
 from dslaunch.config.report import Report
+from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import QuantizationSpec
 from dslaunch.core.plan import Precision, QuantizationPlan
 from dslaunch.core.quantised_model import plan_on_disk, undeclared
@@ -122,21 +126,31 @@ def _storage(quantization: QuantizationPlan, precision: Precision) -> Iterator[R
     )
 
 
-def check_quantization(
-    plan: QuantizationPlan | None,
-    adapter: Literal["lora", "dora"] | None,
-    *,
-    zero_stage: int,
-    precision: Precision,
-    device_type: str,
-    report: Report,
-) -> None:
-    """Record every refusal at the line of its key."""
-    if plan is None:
-        return
-    found = refusals(plan, adapter, zero_stage=zero_stage, precision=precision, device_type=device_type)
-    for refusal in found:
+def settle_quantization(
+    report: Report, facts: Facts, engine: EnginePlan, hosts: ResolvedHosts
+) -> QuantizationPlan | None:
+    """The plan of a run file's section; every refusal goes to ``report`` at the line of its key."""
+    spec: RunSpec = report.loaded.spec
+    plan = resolve_quantization(
+        spec.model.quantization_config,
+        facts.model_quantization,
+        zero_stage=engine.zero_stage,
+        precision=engine.precision,
+        report=report,
+    )
+    for refusal in (
+        ()
+        if plan is None
+        else refusals(
+            plan,
+            spec.adapter.type if spec.adapter else None,
+            zero_stage=engine.zero_stage,
+            precision=engine.precision,
+            device_type=hosts.device_type,
+        )
+    ):
         report.fail(refusal.key, refusal.why, refusal.hint)
+    return plan
 
 
 def assumed_quantization(spec: QuantizationSpec | None) -> QuantizationPlan | None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from dslaunch.config.engine_plan import EnginePlan, resolve_engine
+from dslaunch.config.engine_plan import resolve_engine
 from dslaunch.config.facts import Facts
 from dslaunch.config.fp32_modules import check_fp32_modules
 from dslaunch.config.hosts import ResolvedHosts, choose_via
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.origins import build_origins
 from dslaunch.config.paths import check_data_file, check_hub_id, fail_missing
-from dslaunch.config.quantization import check_quantization, resolve_quantization
+from dslaunch.config.quantization import settle_quantization
 from dslaunch.config.render import render_ds_config
 from dslaunch.config.report import Report
 from dslaunch.config.secrets import check_env
@@ -29,7 +30,6 @@ from dslaunch.core.plan import (
     ModelPlan,
     OutputPlan,
     Precision,
-    QuantizationPlan,
     RunPlan,
     SchedulerPlan,
     Via,
@@ -72,17 +72,10 @@ def resolve_into(
     loaded = report.loaded
     engine = resolve_engine(report, facts, hosts)
     parts = _Parts(report, facts)
-    model, data, interpreter = parts.model(engine and engine[0]), parts.data(), parts.interpreter(python)
+    model, data, interpreter = parts.model(), parts.data(), parts.interpreter(python)
     if engine is not None:
         _check_attention(model, engine[0].precision, engine[1].device_type, report)
-        check_quantization(
-            model.quantization_config,
-            loaded.spec.adapter.type if loaded.spec.adapter else None,
-            zero_stage=engine[0].zero_stage,
-            precision=engine[0].precision,
-            device_type=engine[1].device_type,
-            report=report,
-        )
+        model = replace(model, quantization_config=settle_quantization(report, facts, *engine))
     adapter = _adapter(loaded.spec.adapter, report)
     if engine is not None:
         check_fp32_modules(loaded.spec, engine[0].precision, report)
@@ -133,7 +126,7 @@ class _Parts:
         self.spec: RunSpec = report.loaded.spec
         self.facts = facts
 
-    def model(self, engine: EnginePlan | None) -> ModelPlan:
+    def model(self) -> ModelPlan:
         spec = self.spec.model
         fact = self.facts.paths["model.path"]
         kind: ModelKind = "hub"
@@ -163,18 +156,6 @@ class _Parts:
             allow_pickle=spec.allow_pickle,
             attn_implementation=spec.attn_implementation,
             gradient_checkpointing=spec.gradient_checkpointing,
-            quantization_config=self.quantization(engine),
-        )
-
-    def quantization(self, engine: EnginePlan | None) -> QuantizationPlan | None:
-        if engine is None:  # what is wrong is said, and there will be no plan
-            return None
-        return resolve_quantization(
-            self.spec.model.quantization_config,
-            self.facts.model_quantization,
-            zero_stage=engine.zero_stage,
-            precision=engine.precision,
-            report=self.report,
         )
 
     def data(self) -> DataPlan:
