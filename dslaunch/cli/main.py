@@ -30,6 +30,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "status": ("dslaunch.cli.status", "Say how a run stands, from its directory."),
     "logs": ("dslaunch.cli.logs", "Show what the ranks of a run wrote."),
     "diagnose": ("dslaunch.cli.diagnose", "Say what is wrong with a run's numbers, from its log."),
+    "replay": ("dslaunch.cli.replay", "Run a step again and name what went inf or nan first."),
     "export": ("dslaunch.cli.export", "Write a checkpoint as a Hugging Face directory."),
     "generate": ("dslaunch.cli.generate", "Answer prompts with an exported model or adapter."),
     "template": ("dslaunch.cli.template", "List, show or copy the templates."),

@@ -370,6 +370,9 @@ def _optional_float(value: float | None) -> float | None:
 
 def _check_watch(spec: RunSpec, fp16: Fp16Plan | None, report: Report) -> None:
     """A limit that the scale's own descent would reach stops every fp16 run at its start."""
+    if spec.watch.detect_anomaly and spec.watch.on_nonfinite != "trace":
+        message = "watch.detect_anomaly is for tracing, and watch.on_nonfinite is stop"
+        report.fail("watch.detect_anomaly", message, "set on_nonfinite: trace, or remove detect_anomaly")
     limit = spec.watch.max_skipped_in_a_row
     if fp16 is None or fp16.loss_scale != "dynamic":
         return

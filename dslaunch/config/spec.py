@@ -185,6 +185,15 @@ class WatchSpec(Section):
         description="Steps one after the other with loss exactly 0, or with the very same gradient norm,"
         " after which a warning is written.",
     )
+    on_nonfinite: Literal["stop", "trace"] = Field(
+        "stop",
+        description="Where a run ends for a loss or gradient that is not finite, its last step is kept for"
+        " `dslaunch replay`. `trace` runs it again at once, before the run ends, and names the first module,"
+        " parameter, rank and samples that went inf or nan.",
+    )
+    detect_anomaly: bool = Field(
+        False, description="With on_nonfinite trace: ask autograd's anomaly mode too (not at ZeRO stage 3)."
+    )
 
 
 class RunSpec(EngineSpec):

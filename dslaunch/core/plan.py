@@ -253,6 +253,8 @@ class WatchPlan:
     max_skipped_in_a_row: int = 50
     max_nonfinite_losses_in_a_row: int = 1
     max_unchanged_in_a_row: int = 5
+    on_nonfinite: Literal["stop", "trace"] = "stop"
+    detect_anomaly: bool = False  # ask autograd as well, when tracing
 
 
 @dataclass(frozen=True, kw_only=True)

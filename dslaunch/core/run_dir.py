@@ -2,6 +2,7 @@
 
 plan.json ds_config.json hostfile launch.sh  deepspeed-hostfile deepspeed-env
 logs/rank-N.log  metrics.jsonl  events.jsonl  tensorboard/  checkpoints/step-N/  checkpoints/latest
+diagnosis.json  nonfinite/step-N/  replays/
 """
 
 from __future__ import annotations
@@ -61,6 +62,16 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def nonfinite(self) -> Path:
+        """What steps were given that ended the run with nan or inf, in ``step-N`` each."""
+        return self.path / "nonfinite"
+
+    def kept_steps(self) -> tuple[int, ...]:
+        """The steps in it that are whole, rising."""
+        steps = checkpoint_steps(self.nonfinite)
+        return tuple(s for s in steps if (self.nonfinite / f"step-{s}" / "window.json").is_file())
 
     @property
     def tensorboard(self) -> Path:

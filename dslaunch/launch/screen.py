@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dslaunch.core.errors import EXIT_DIVERGED
 from dslaunch.core.run_dir import RunDir
 from dslaunch.launch.folding import NEVER, BarFilter, LineFolder
 from dslaunch.launch.terminal import StreamWriter, is_same_terminal, is_terminal
@@ -82,7 +83,8 @@ class Screen:
         first = -1 if outcome.first_failure is None else outcome.first_failure.rank
         # Of rank 0 all was shown as it came, of the others single lines.
         shown = None if first == 0 else frozenset(self._shown.get(first, ()))
-        words = render_end(outcome, self._run_dir, shown=shown)
+        can_replay = outcome.exit_code == EXIT_DIVERGED and bool(self._run_dir.kept_steps())
+        words = render_end(outcome, self._run_dir, shown=shown, can_replay=can_replay)
         self._err.write(words.encode("utf-8", "surrogateescape"))
 
     def close(self, give_up: Callable[[], bool]) -> None:

@@ -114,14 +114,17 @@ def describe_briefly(code: int) -> str:
     return f"exited with code {code}" if code >= 0 else f"was killed by signal {-code}"
 
 
-def render_end(outcome: Outcome, run_dir: RunDir, *, shown: frozenset[str] | None) -> str:
+def render_end(
+    outcome: Outcome, run_dir: RunDir, *, shown: frozenset[str] | None, can_replay: bool = False
+) -> str:
     """The last words on stderr, lines ended; empty where all went well and nobody cancelled.
 
     ``shown``: the lines of stderr of the first failing rank that the user has
-    seen already; None where that is all of them.
+    seen already; None where that is all of them. ``can_replay``: the run kept the step that ended it.
     """
     if outcome.first_failure is not None:
-        return render_failure(outcome, str(run_dir.rank_log(outcome.first_failure.rank)), shown=shown)
+        block = render_failure(outcome, str(run_dir.rank_log(outcome.first_failure.rank)), shown=shown)
+        return block + (f"  next         dslaunch replay {quote(str(run_dir.path))}\n" if can_replay else "")
     if outcome.exit_code == EXIT_STOPPED_AT_CHECKPOINT:
         if not outcome.own_worker:
             return "dslaunch: all ranks exited with code 75 or 0\n"

@@ -52,7 +52,7 @@ class Fp32Modules:
         for module in self.modules.values():
             module.register_forward_pre_hook(_inputs_to_fp32, with_kwargs=True)
             if module is not self._head:
-                module.register_forward_hook(lambda _module, _inputs, output: cast(output, dtype))
+                module.register_forward_hook(_OutputsTo(dtype))
 
     def groups(self, trained: Iterable[Any]) -> Iterable[Any]:
         """``trained`` (parameters, or parameter groups) as groups of one dtype, for DeepSpeed.
@@ -87,6 +87,25 @@ class Fp32Modules:
 
     def _part(self, group: dict[str, Any], *, fp32: bool) -> dict[str, Any]:
         return {**group, "params": [p for p in group["params"] if (p in self.parameters) == fp32]}
+
+
+class _OutputsTo:
+    """The hook at a border that takes outputs to ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        return cast(output, self._dtype)
+
+
+def to_fp32_throughout(model: torch.nn.Module) -> None:
+    """Take every parameter and buffer to fp32 and the casts at borders off. Not where it is partitioned."""
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, _OutputsTo):
+                del module._forward_hooks[key]
+    model.float()
 
 
 class _ParameterGroups:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dslaunch.core.errors import EXIT_OK, EXIT_STOPPED_AT_CHECKPOINT
+from dslaunch.core.errors import EXIT_OK, EXIT_STOPPED_AT_CHECKPOINT, Diverged
 from dslaunch.core.plan import RunPlan
 from dslaunch.core.run_dir import RunDir
 from dslaunch.train.adapters import GradientWitness
@@ -23,6 +23,7 @@ from dslaunch.train.dist import World, all_reduce_sum
 from dslaunch.train.engine import StepResult, TrainingEngine
 from dslaunch.train.evaluate import EvalResult, eval_batches, run_evaluation
 from dslaunch.train.objectives.sft import SftObjective
+from dslaunch.train.replay.recent import RecentSteps
 from dslaunch.train.report import Report
 from dslaunch.train.stopping import StopRequest
 from dslaunch.train.watch import Watch
@@ -93,10 +94,13 @@ def run_training(job: Job, first_step: int) -> int:
     witness = GradientWitness(job.engine.module) if job.plan.adapter is not None else None
     interval = _Interval()
     previous: StepResult | None = None
+    recent = RecentSteps()
     for step in range(first_step, total):
         note_steps(step)
-        with job.watch.concluding():
-            result = _train_step(job, step)
+        with job.watch.concluding(), _keeping(job, recent):
+            recent.begin(step, job.engine.loss_scale)
+            result = train_step(job, step)
+            recent.end(result)
             job.watch.see(result)
         if witness is not None:
             _check_gradients(job, witness)
@@ -127,6 +131,18 @@ def _evaluate_and_save(job: Job, interval: _Interval, done: int, *, stopping: bo
             _save(job, done, say=not (last or stopping))  # those are said at the end
 
 
+@contextmanager
+def _keeping(job: Job, recent: RecentSteps) -> Iterator[None]:
+    """Of a run that diverges, keep what its last step was given, for ``dslaunch replay``."""
+    try:
+        yield
+    except Diverged as error:
+        from dslaunch.train.replay.on_failure import keep_and_trace
+
+        keep_and_trace(job, recent, error)
+        raise
+
+
 def _check_gradients(job: Job, witness: GradientWitness) -> None:
     warning = witness.check(lambda values: all_reduce_sum(values, job.world.device))
     if warning is not None:
@@ -134,7 +150,7 @@ def _check_gradients(job: Job, witness: GradientWitness) -> None:
         job.report.say(f"warning: {warning}")
 
 
-def _train_step(job: Job, step: int) -> StepResult:
+def train_step(job: Job, step: int) -> StepResult:
     """One accumulation window. The number of micro-batches is the same on all ranks."""
     num_tokens = job.train.count_supervised(job.schedule.window_units(step))
     result: StepResult | None = None

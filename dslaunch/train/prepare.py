@@ -95,6 +95,17 @@ def find_start(plan: RunPlan, world: World, inputs: Inputs) -> Start:
     if path is None:
         say(world, f"no checkpoint in {root} yet: starting at step 0")
         return Start()
+    return _start_at(path, inputs)
+
+
+def find_start_before(plan: RunPlan, world: World, inputs: Inputs, step: int) -> Start:
+    """The last whole checkpoint from which step ``step`` (counted from 1) is still to come. Collective."""
+    root = RunDir(Path(plan.launch.run_dir)).checkpoints
+    path = find_whole_checkpoint(root, before=step, on_note=lambda text: say(world, f"note: {text}"))
+    return Start() if path is None else _start_at(path, inputs)
+
+
+def _start_at(path: Path, inputs: Inputs) -> Start:
     manifest = read_manifest(path)
     saved = read_record(manifest.extra, f"{path}/manifest.json extra")
     check_same_data(saved.data, inputs.record.data)

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_CANCELLED_INT
     except Exception as error:
-        return report_failure(error, rank=_rank_for_messages(), run_dir=run_dir, since=since)
+        return report_failure(error, rank=rank_for_messages(), run_dir=run_dir, since=since)
 
 
 def leave(code: int) -> NoReturn:
@@ -63,7 +63,7 @@ def run_rank(plan: RunPlan, *, resume: bool) -> int:
     and has done so at a checkpoint. Raises DslaunchError for everything a user can mend;
     the process group is then left as it is, see :func:`leave`.
     """
-    answer(_rank_for_messages())
+    answer(rank_for_messages())
     stop = StopRequest()
     stop.catch_warnings()
     _check_start(plan, resume=resume)
@@ -130,7 +130,8 @@ def _check_start(plan: RunPlan, *, resume: bool) -> None:
         )
 
 
-def _rank_for_messages() -> int:
+def rank_for_messages() -> int:
+    """RANK, or 0 where that is no number: an error must have a name to go by."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdecimal() else 0
 

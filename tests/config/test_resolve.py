@@ -429,5 +429,9 @@ def test_a_watch_that_would_stop_the_descent_of_every_scale() -> None:
     with pytest.raises(ConfigError, match=r"run.yaml:\d+: watch.max_skipped_in_a_row 18: the descent"):
         plan_of(text + "watch: {max_skipped_in_a_row: 18}\n")
     assert plan_of(text + "watch: {max_skipped_in_a_row: 19}\n").watch.max_skipped_in_a_row == 19
+    with pytest.raises(ConfigError, match=r"run.yaml:\d+: watch.detect_anomaly is for tracing"):
+        plan_of(text + "watch: {detect_anomaly: true}\n")
+    traced = plan_of(text + "watch: {detect_anomaly: true, on_nonfinite: trace}\n").watch
+    assert traced.detect_anomaly and traced.on_nonfinite == "trace"
     static = text + "fp16: {loss_scale: 128}\nwatch: {max_skipped_in_a_row: 3}\n"
     assert plan_of(static).watch.max_skipped_in_a_row == 3

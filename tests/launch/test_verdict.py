@@ -97,6 +97,14 @@ def test_the_block_of_our_own_worker_says_how_far_it_was() -> None:
     assert "  steps        none was logged\n" in early
 
 
+def test_a_diverged_run_that_kept_its_last_step_is_replayed_next() -> None:
+    first = end(0, 76)
+    outcome = Outcome(ends=(first,), first_failure=first, own_worker=True)
+    block = render_end(outcome, RunDir(Path("/my runs/r")), shown=frozenset(), can_replay=True)
+    assert block.endswith("  next         dslaunch replay '/my runs/r'\n")
+    assert "replay" not in render_end(outcome, RunDir(Path("/my runs/r")), shown=frozenset())
+
+
 def test_known_words_are_put_into_one_line() -> None:
     first = end(3, 1, tail=("[rank3]: ModuleNotFoundError: No module named 'peft'",))
     block = render_failure(Outcome(ends=(first,), first_failure=first), "/r/logs/rank-3.log")

@@ -6,10 +6,11 @@ import heapq
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dslaunch.core.command import quote
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.events import to_jsonable
 from dslaunch.core.run_dir import RunDir
@@ -19,9 +20,15 @@ from dslaunch.observe.diagnose.series import Series
 from dslaunch.observe.diagnose.shapes import Record, parse
 from dslaunch.observe.diagnose.source import STDIN, LogFile
 from dslaunch.observe.diagnose.story import Story
-from dslaunch.observe.diagnose.verdicts import Verdict, judge
+from dslaunch.observe.diagnose.verdicts import OWN_VERDICTS, Verdict, judge
 
 SCHEMA_VERSION = 1
+_NOT_FINITE = {
+    "at_minimum",
+    "forward_nonfinite",
+    "persistent_skipping",
+    "loss_nan",
+}  # what a replay can explain
 _RANK_IN_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
 _FP16_KEYS = (
     "loss_scale_window",
@@ -101,12 +108,27 @@ def diagnose(paths: Sequence[str], stated: Mapping[str, float] | None = None) ->
             hint="DeepSpeed 0.19 logs overflows only at level INFO: in the script, "
             'deepspeed.utils.logger.setLevel("INFO") and the same for its handlers',
         )
-    return _diagnosis(story, files, notes)
+    return _with_replay(_diagnosis(story, files, notes), paths)
+
+
+def _with_replay(found: Diagnosis, paths: Sequence[str]) -> Diagnosis:
+    """Where the run kept the step that ended it, that is what to look at next."""
+    if len(paths) != 1 or not (steps := RunDir(Path(paths[0])).kept_steps()):
+        return found
+    command = f"dslaunch replay {quote(paths[0])}"
+    words = f"{command}: step {steps[-1]} was kept, and that names the module, rank and samples. Then "
+    return replace(
+        found,
+        verdicts=tuple(
+            replace(verdict, next=words + verdict.next) if verdict.name in _NOT_FINITE else verdict
+            for verdict in found.verdicts
+        ),
+    )
 
 
 def _tells_something(story: Story) -> bool:
     found = (story.num_overflows, story.loss.count, story.norm_series.points, story.scale_series.points)
-    return any(found) or story.minimum is not None or story.last_step is not None
+    return any(found) or story.minimum is not None or story.ended is not None or story.last_step is not None
 
 
 def _diagnosis(story: Story, files: list[tuple[str, int]], notes: list[str]) -> Diagnosis:
@@ -231,6 +253,8 @@ def _record(row: dict[str, Any], number: int) -> Record | None:
         )  # fmt: skip
     if kind == "rank_error" and "already at minimum" in str(row.get("message")):
         return Record("minimum", number, text=text)
+    if kind == "verdict" and isinstance(step, int) and row.get("verdict") in OWN_VERDICTS:
+        return Record("ended", number, step, name=str(row["verdict"]), text=text)
     if kind in ("train_start", "resumed") and isinstance(step, int):
         return Record("mark", number, step, text=text) if kind == "resumed" else None
     return None

@@ -14,7 +14,9 @@ from typing import Literal
 
 from dslaunch.observe.diagnose.source import Found
 
-Kind = Literal["overflow", "fused", "growth", "set", "static", "minimum", "metrics", "mark", "setting"]
+Kind = Literal[
+    "overflow", "fused", "growth", "set", "static", "minimum", "metrics", "mark", "setting", "ended"
+]
 
 
 @dataclass(slots=True)
@@ -24,6 +26,7 @@ class Record:
     ``overflow``: a skipped step, the scale it ran with (``before``) and the next one (``after``).
     ``fused``: the overflow of iteration ``step`` at ZeRO stage 0, whose scale a line of its own tells.
     ``growth``, ``set``, ``static``: the scale. ``minimum``: the run ends for it. ``metrics``: numbers.
+    ``ended``: dslaunch's own watch ended the run, with the verdict ``name``.
     ``mark``: step ``step`` is over. ``setting``: ``name`` of the fp16 section is ``before``.
     ``name`` is "scale used" where ``scale`` is the one that the step ran with, not the next one.
     ``bar``: a step that only a progress bar tells, which may be one or two behind.

@@ -29,6 +29,7 @@ class Story:
         self.num_after_growth = 0  # streaks before which the scale had doubled
         self.longest: Streak | None = None
         self.minimum: Place | None = None
+        self.ended: tuple[str, Place] | None = None  # dslaunch's own verdict
         self.stuck = Run()
         self.static_scale: float | None = None
         self.unscaled = Run()  # skipped steps of bf16 or a static scale
@@ -72,6 +73,8 @@ class Story:
             self._setting(record)
         elif kind == "minimum":
             self.minimum = self.minimum or self._place(record, file)
+        elif kind == "ended":
+            self.ended = (record.name, self._place(record, file))
         elif kind == "static":
             self._static(record, file)
         elif record.after is not None and record.after != self.scale:  # growth, set

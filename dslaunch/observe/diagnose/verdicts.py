@@ -36,8 +36,28 @@ class Verdict:
 def judge(story: Story) -> list[Verdict]:
     """All that holds, the worst first; empty where nothing is wrong and nothing stands out."""
     found = [verdict for rule in _RULES for verdict in rule(story)]
+    found += _ended(story, found)
     order: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
     return sorted(found, key=lambda verdict: order[verdict.severity])
+
+
+def _ended(story: Story, found: list[Verdict]) -> Iterator[Verdict]:
+    """The verdict with which dslaunch's own watch ended the run, where the lines do not give it anyway."""
+    if story.ended is None:
+        return
+    name, place = story.ended
+    known, why = OWN_VERDICTS.get(name, (None, ""))
+    if known is None or any(verdict.name == known for verdict in found):
+        return
+    advice = "see which samples that step had, and what diagnosis.json in the run directory says"
+    yield Verdict(known, "error", f"the run was ended {_at(place, 'at')}: {name}", why, advice, (place,))
+
+
+OWN_VERDICTS = {
+    "forward non-finite": ("forward_nonfinite", "forward gives nan or inf: no loss scale can mend that"),
+    "persistent skipping": ("persistent_skipping", "gradients are not finite, step after step"),
+    "at minimum": ("at_minimum", "no smaller loss scale is left, and gradients still overflow"),
+}
 
 
 def _at_minimum(story: Story) -> Iterator[Verdict]:

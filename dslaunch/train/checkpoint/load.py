@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.core.run_dir import checkpoint_step
 from dslaunch.train import dist
 from dslaunch.train.checkpoint import rng
 from dslaunch.train.checkpoint.leftovers import restore_replaced
@@ -34,16 +35,19 @@ def load_checkpoint(
     return None if path is None else dict(restore_checkpoint(engine, path).extra)
 
 
-def find_whole_checkpoint(root: Path, *, on_note: Note | None = None) -> Path | None:
+def find_whole_checkpoint(
+    root: Path, *, before: int | None = None, on_note: Note | None = None
+) -> Path | None:
     """The newest whole checkpoint under ``root``, the same on every rank; None: there is none. Collective.
 
     Every file is verified, each rank its share. A checkpoint that is incomplete or damaged
     on any rank is passed over, with the reason to ``on_note`` (without it: rank 0's
-    stderr), and the one before it is tried. Raises ConfigError where none is whole.
+    stderr), and the one before it is tried. ``before``: only those of earlier steps count.
+    Raises ConfigError where none is whole.
     """
     rank = torch.distributed.get_rank()
     faults: list[str] = []
-    for path in map(Path, dist.gather_objects(_paths_to_try(root, rank))[0]):
+    for path in map(Path, dist.gather_objects(_paths_to_try(root, rank, before))[0]):
         fault = _agreed(_fault(path, rank))
         if fault is None:
             return path
@@ -74,12 +78,13 @@ def restore_checkpoint(engine: TrainingEngine, path: Path) -> Manifest:
     return manifest
 
 
-def _paths_to_try(root: Path, rank: int) -> list[str]:
+def _paths_to_try(root: Path, rank: int, before: int | None) -> list[str]:
     if rank != 0:
         return []
     with contextlib.suppress(OSError):  # a directory that may only be read can still be loaded from
         restore_replaced(root)
-    return [str(path) for path in candidates(root)]
+    steps = ((path, checkpoint_step(path)) for path in candidates(root))
+    return [str(path) for path, step in steps if before is None or (step is not None and step < before)]
 
 
 def _fault(path: Path, rank: int) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,7 @@ def save_rng(checkpoint: Path, rank: int) -> None:
     """Write the states of torch (CPU and this rank's device), Python and numpy."""
     folder = checkpoint / FOLDER
     folder.mkdir(exist_ok=True)
-    tensors = {"torch": torch.get_rng_state()}
-    device_state = _device_rng_state()
-    if device_state is not None:
-        tensors["device"] = device_state
-    save_file(tensors, folder / f"rank-{rank}.safetensors")
+    save_file(torch_states(), folder / f"rank-{rank}.safetensors")
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     state = {
@@ -42,13 +39,27 @@ def load_rng(checkpoint: Path, rank: int) -> None:
     folder = checkpoint / FOLDER
     tensors = load_file(folder / f"rank-{rank}.safetensors")
     state: dict[str, Any] = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
-    torch.set_rng_state(tensors["torch"])
-    if "device" in tensors:
-        _set_device_rng_state(tensors["device"])
+    set_torch_states(tensors)
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def torch_states() -> dict[str, torch.Tensor]:
+    """The states of torch's generators: ``torch``, and ``device`` where that is another. No wait for it."""
+    states = {"torch": torch.get_rng_state()}
+    device_state = _device_rng_state()
+    if device_state is not None:
+        states["device"] = device_state
+    return states
+
+
+def set_torch_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Restore what :func:`torch_states` gave."""
+    torch.set_rng_state(states["torch"])
+    if "device" in states:
+        _set_device_rng_state(states["device"])
 
 
 def _device_rng_state() -> torch.Tensor | None:

@@ -31,7 +31,7 @@ def weight_sums(module: torch.nn.Module) -> tuple[float, float] | None:
     for parameter in module.parameters():
         if not parameter.requires_grad:
             continue
-        held = _held(parameter)
+        held = held_values(parameter)
         if held is None:
             return None
         total += float(held.sum(dtype=torch.float64))
@@ -47,7 +47,8 @@ def are_same_sums(saved: tuple[float, float] | None, here: tuple[float, float] |
     return abs(here[1] - saved[1]) <= 1e-9 * saved[1] and abs(here[0] - saved[0]) <= 1e-9 * norm
 
 
-def _held(parameter: torch.Tensor) -> torch.Tensor | None:
+def held_values(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What this rank holds of ``parameter``: all of it, or at stage 3 its share; None: it is on NVMe."""
     share = getattr(parameter, "ds_tensor", None)
     if share is None:
         return parameter

@@ -90,11 +90,20 @@ class TokenizedDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index``: views into the cache, not to be written to."""
+        store, row = self._find(index)
+        return store[row]
+
+    def where(self, index: int) -> str:
+        """The place of sample ``index`` in its source, as ``file:line`` or the like; for messages."""
+        store, row = self._find(index)
+        return store.where(row)
+
+    def _find(self, index: int) -> tuple[TokenStore, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         row = index if self._rows is None else int(self._rows[index])
         store = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return self._stores[store][row - int(self._starts[store])]
+        return self._stores[store], row - int(self._starts[store])
 
     def _select(self, per_store: Sequence[npt.NDArray[np.integer]]) -> npt.NDArray[np.int64]:
         values = np.concatenate(per_store).astype(np.int64)
@@ -273,7 +282,7 @@ class _SourceBuilder:
             if not done.num_supervised:
                 self._drop(where, ANSWER_CUT if text.answers else NO_ANSWER)
                 continue
-            self._writer.append(done.sample, done.num_supervised)
+            self._writer.append(done.sample, done.num_supervised, where.removeprefix(self._source.path))
             self._counts["kept"] += 1
             self._counts["truncated"] += done.num_cut > 0
             self._counts["num_cut_tokens"] += done.num_cut

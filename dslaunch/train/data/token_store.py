@@ -4,6 +4,7 @@
                       mask.bin        uint8, 1 = trained
                       offsets.bin     int64, [num_samples + 1], where each sample begins
                       supervised.bin  int32, [num_samples], trained tokens of each
+                      places.txt      where each sample's record stands in its source, a line each
                       meta.json       the source's report; its presence makes the folder complete
     <cache_dir>/<key>.lock            held by the process that builds it
 
@@ -17,6 +18,7 @@ import errno
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,12 +31,15 @@ from dslaunch.train.data.report import SourceReport
 from dslaunch.train.publish import new_directory
 
 _ARRAYS = {"tokens": np.int32, "mask": np.uint8, "offsets": np.int64, "supervised": np.int32}
+_PLACES = "places.txt"
+_FILES = {**{name: f"{name}.bin" for name in _ARRAYS}, "places": _PLACES}
 
 
 class TokenStore:
     """A finished store. Raises ValueError where a file has not the size that meta.json says."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         report = meta["report"]
         self.report = SourceReport(**{**report, "dropped_where": tuple(report["dropped_where"])})
@@ -53,6 +58,15 @@ class TokenStore:
         start, stop = self.offsets[index], self.offsets[index + 1]
         return Sample(self._tokens[start:stop], self._mask[start:stop].view(np.bool_))
 
+    def where(self, index: int) -> str:
+        """``file:line`` or the like of sample ``index``; for messages, since it is looked up in a text."""
+        try:
+            with open(self._path / _PLACES, encoding="utf-8") as lines:
+                place = next(islice(lines, index, None)).rstrip("\n")
+        except (OSError, StopIteration):  # a cache of an earlier version has none
+            return f"{self.report.path} kept record {index + 1}"
+        return self.report.path + place
+
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each sample, [num_samples]."""
@@ -67,13 +81,14 @@ class StoreWriter:
         self._position = 0
         files["offsets"].write(np.int64(0).tobytes())
 
-    def append(self, sample: Sample, num_supervised: int) -> None:
-        """Add one sample at the end."""
+    def append(self, sample: Sample, num_supervised: int, place: str) -> None:
+        """Add one sample at the end. ``place``: what follows its source's path in the place of its record."""
         self._position += len(sample.input_ids)
         self._files["tokens"].write(sample.input_ids.astype(np.int32, copy=False).tobytes())
         self._files["mask"].write(sample.completion_mask.astype(np.uint8).tobytes())
         self._files["offsets"].write(np.int64(self._position).tobytes())
         self._files["supervised"].write(np.int32(num_supervised).tobytes())
+        self._files["places"].write(f"{place}\n".encode())
 
 
 class StoreInProgress:
@@ -93,7 +108,7 @@ def write_store(path: Path) -> Iterator[StoreInProgress]:
     """
     with translated_disk_errors(path.parent), new_directory(path, locked=True) as folder:
         with ExitStack() as stack:
-            files = {name: stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in _ARRAYS}
+            files = {name: stack.enter_context(open(folder / file, "wb")) for name, file in _FILES.items()}
             store = StoreInProgress(StoreWriter(files))
             yield store
         assert store.report is not None

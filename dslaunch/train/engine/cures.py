@@ -189,6 +189,20 @@ def measure_fp32_stage_0(ds: Any) -> None:
     ds.optimizer._global_grad_norm = math.inf if ds.optimizer.overflow else norm
 
 
+def let_go_of_gradients(ds: Any) -> None:
+    """For passes that no step follows: leave nothing of DeepSpeed but stage 3's gathering of parameters.
+
+    Its hooks on gradients reduce them and keep them; those on the outputs of each forward refuse
+    a backward that is not its own. Source: zero/stage_1_and_2.py ``create_gradient_handling_hooks``,
+    zero/stage3.py, bf16_optimizer.py ``create_grad_acc_hooks``, engine.py ``forward``.
+    """
+    for name in ("_grad_acc_hooks", "_leaf_module_hooks"):
+        for hook in getattr(ds.optimizer, name, ()):
+            hook.remove()
+    ds._backward_prologue = lambda: None
+    ds._backward_prologue_per_tensor = lambda gradient: gradient
+
+
 def _other_deepspeed(what: str, cured: str) -> EnvironmentNotReady:
     """A cure that finds nothing to hold on to must not vanish without a word."""
     import deepspeed

@@ -20,6 +20,7 @@ from dslaunch.train.engine.result import SkipReason, StepResult
 from dslaunch.train.engine.step_rules import at_minimum_scale, check_num_tokens, skip_reason
 from dslaunch.train.engine.version import check_deepspeed_version
 from dslaunch.train.engine.window import Window
+from dslaunch.train.fp32_modules import to_fp32_throughout
 from dslaunch.train.jit_ops import prepare_optimizer
 from dslaunch.train.watch import Watch
 
@@ -241,6 +242,21 @@ class Engine:
         """Overflows, the next one included, until the loss scale is lowered; None where it is not dynamic."""
         left = getattr(getattr(self.deepspeed.optimizer, "loss_scaler", None), "cur_hysteresis", None)
         return int(left) if left is not None and self.precision == "fp16" else None
+
+    def end_training(self) -> None:
+        """See ``TrainingEngine``."""
+        self._gradients.remove()
+        cures.let_go_of_gradients(self.deepspeed)
+
+    def backward_alone(self, loss: torch.Tensor) -> None:
+        """See ``TrainingEngine``."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.zero_stage == 3:
+            self.optimizer.parameter_offload.release_backward_leftovers()
+
+    def to_fp32(self) -> None:
+        """See ``TrainingEngine``."""
+        to_fp32_throughout(self.module)
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout and the like on (or off)."""

@@ -54,7 +54,7 @@ def build_watch(
 
 
 def _read_limits(limits: Mapping[str, int]) -> WatchPlan:
-    names = [field.name for field in dataclasses.fields(WatchPlan)]
+    names = [field.name for field in dataclasses.fields(WatchPlan) if field.type == "int"]
     for name, value in limits.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)

@@ -45,6 +45,19 @@ class TrainingEngine(Protocol):
     def train(self, mode: bool = True) -> None: ...
     def eval(self) -> None: ...
 
+    def end_training(self) -> None:
+        """Take everything off that follows a gradient, for passes that no step follows. For good.
+
+        Parameters are gathered as before where they are partitioned; :meth:`backward_alone` takes the
+        place of ``backward``.
+        """
+
+    def backward_alone(self, loss: torch.Tensor) -> None:
+        """Backward of ``loss`` as it is, after :meth:`end_training`. Collective at ZeRO stage 3."""
+
+    def to_fp32(self) -> None:
+        """Compute everything in fp32 from now on, after :meth:`end_training`. Not at ZeRO stage 3."""
+
     def save_state(self, folder: Path, *, trainable_only: bool) -> None:
         """Write weights, optimizer, schedule, loss scale and counters into ``folder``. Collective.
 

@@ -25,6 +25,7 @@ from dslaunch.train.engine.gradient_witness import LocalGradients
 from dslaunch.train.engine.result import StepResult
 from dslaunch.train.engine.step_rules import at_minimum_scale, check_num_tokens, skip_reason
 from dslaunch.train.engine.window import Window
+from dslaunch.train.fp32_modules import to_fp32_throughout
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NEVER = 2**31 - 1  # steps until a static scale grows
@@ -177,6 +178,20 @@ class TorchEngine:
     @property
     def loss_scale(self) -> float:
         return float(self.scaler.get_scale())
+
+    def end_training(self) -> None:
+        """See ``TrainingEngine``: DDP reduces in a backward only what went forward through it."""
+        self._gradients.remove()
+        self._forward = self.module
+
+    def backward_alone(self, loss: torch.Tensor) -> None:
+        """See ``TrainingEngine``."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def to_fp32(self) -> None:
+        """See ``TrainingEngine``."""
+        self._autocast_dtype = None
+        to_fp32_throughout(self.module)
 
     def train(self, mode: bool = True) -> None:
         self.module.train(mode)

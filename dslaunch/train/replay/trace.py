@@ -1,0 +1,237 @@
+"""Runs a window again and puts the answer together: who made the first nan or inf, and out of what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dslaunch.core.errors import one_line
+from dslaunch.core.events import to_jsonable
+from dslaunch.train.data.collate import Batch
+from dslaunch.train.dist import gather_objects
+from dslaunch.train.replay.bisect import Guilt, bisect, keep_only
+from dslaunch.train.replay.measure import Range
+from dslaunch.train.replay.passes import Pass, Passes
+from dslaunch.train.replay.probe import Event, find_broken_weights
+from dslaunch.train.replay.verdict import First, find_first, range_of, trail
+from dslaunch.train.replay.window import Rng, SamplePlace, Window, restore_rng, take_rng
+
+SCHEMA_VERSION = 1
+
+
+@dataclass
+class _Found:
+    """A micro-batch of this rank that breaks, and what is known of it so far."""
+
+    micro_batch: int
+    first: First
+    events: Sequence[Event]
+    loss: float
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Trace:
+    """One window on one rank. Every method is called by all ranks in the same order."""
+
+    def __init__(self, passes: Passes, window: Window, *, rank: int, pad_token_id: int) -> None:
+        self._passes, self._window, self._rank = passes, window, rank
+        self._pad = pad_token_id
+        self._rngs: list[Rng] = []
+        self._found: _Found | None = None
+        self._also: list[int] = []  # micro-batches that break after the first one
+        self._sums: dict[str, float] = {}
+        self._losses: list[float] = []
+
+    def run(self, *, detect_anomaly: bool = False) -> dict[str, Any]:
+        """The report, the same on every rank. ``detect_anomaly``: ask autograd as well (not at stage 3)."""
+        broken = self._broken_weights()
+        self._run_window()
+        firsts = gather_objects(self._found and self._found.first.phase)
+        report: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "step": self._window.step,
+            "precision": self._passes.precision,
+            "zero_stage": self._passes.zero_stage,
+            "world_size": self._passes.world_size,
+            "loss_scale": self._window.loss_scale,
+            "losses": gather_objects(self._losses),
+            "broken_weights": broken,
+        }
+        if not any(firsts):
+            return to_jsonable({**report, "findings": [], "sums": self._largest_sums()})
+        if "backward" in firsts and self._window.loss_scale != 1:
+            self._compare("unscaled", loss_scale=1.0)
+        self._bisect()
+        if detect_anomaly and self._passes.zero_stage < 3:
+            self._ask_autograd()
+        if self._passes.zero_stage < 3 and self._passes.precision != "fp32":
+            self._compare_fp32()
+        findings = [f for f in gather_objects(self._finding(broken)) if f is not None]
+        findings.sort(key=lambda f: (f["micro_batch"], f["phase"] == "backward", f["rank"]))
+        return to_jsonable({**report, "findings": findings, "sums": []})
+
+    # --- the passes -------------------------------------------------------------------------------
+
+    def _run_window(self) -> None:
+        """As the training ran it, each micro-batch with the random numbers that it had."""
+        restore_rng(self._window.rng)
+        for number, batch in enumerate(self._window.batches):
+            self._rngs.append(take_rng())
+            done = self._pass(batch, self._window.loss_scale)
+            self._losses.append(done.loss)
+            for event in done.events:
+                if event.kind == "gradient of parameter" and event.range.absmax is not None:
+                    self._sums[event.name] = self._sums.get(event.name, 0.0) + event.range.absmax
+            first = find_first(done.events, done.loss) if done.breaks else None
+            if first is not None and self._found is None:
+                self._found = _Found(number, first, done.events, done.loss)
+            elif first is not None:
+                self._also.append(number)
+
+    def _pass(self, batch: Batch, loss_scale: float) -> Pass:
+        return self._passes.run(batch, num_tokens=self._window.num_tokens, loss_scale=loss_scale)
+
+    def _again(self, batch: Batch, loss_scale: float) -> Pass:
+        """A pass with the random numbers that the micro-batch had the first time."""
+        restore_rng(self._rngs[self._micro_batch])
+        return self._pass(batch, loss_scale)
+
+    @property
+    def _micro_batch(self) -> int:
+        """The one to look into; a rank without fault keeps the others company with its first."""
+        return 0 if self._found is None else self._found.micro_batch
+
+    @property
+    def _batch(self) -> Batch:
+        return self._window.batches[self._micro_batch]
+
+    @property
+    def _places(self) -> tuple[SamplePlace, ...]:
+        return self._window.samples[self._micro_batch]
+
+    def _compare(self, name: str, *, loss_scale: float) -> None:
+        """The same pass under another condition: whether it breaks, and the range at the same place."""
+        done = self._again(self._batch, loss_scale)
+        if self._found is not None:
+            spread = range_of(self._found.events, self._found.first, done.events)
+            self._found.facts[name] = {
+                "breaks": done.breaks,
+                "loss": done.loss,
+                "range": spread.to_json() if spread is not None else None,
+            }
+
+    def _compare_fp32(self) -> None:
+        try:
+            self._passes.to_fp32()
+            self._compare("fp32", loss_scale=self._window.loss_scale)
+        except (RuntimeError, ValueError, TypeError) as error:  # no room for it, or a quantised model
+            if self._found is not None:
+                self._found.facts["fp32"] = {"not_possible": one_line(error, 200)}
+
+    def _ask_autograd(self) -> None:
+        restore_rng(self._rngs[self._micro_batch])
+        said = self._passes.find_anomaly(
+            self._batch, num_tokens=self._window.num_tokens, loss_scale=self._window.loss_scale
+        )
+        if self._found is not None:
+            self._found.facts["anomaly"] = said
+
+    def _bisect(self) -> None:
+        """Find the samples, all ranks with a fault at once; the others run along."""
+        search = bisect(len(self._places)) if self._found is not None else None
+        wanted = next(search) if search is not None else None
+        while any(gather_objects(wanted is not None)):
+            breaks = self._breaks_with(wanted if wanted is not None else tuple(range(len(self._places))))
+            if search is None or wanted is None:
+                continue
+            try:
+                wanted = search.send(breaks)
+            except StopIteration as end:
+                self._keep_guilt(end.value)
+                wanted = None
+
+    def _breaks_with(self, kept: tuple[int, ...]) -> bool:
+        batch = keep_only(self._batch, self._places, kept, self._pad)
+        return self._again(batch, self._window.loss_scale).breaks
+
+    def _keep_guilt(self, guilt: Guilt) -> None:
+        assert self._found is not None
+        self._found.facts["samples"] = [dataclasses.asdict(self._places[i]) for i in guilt.samples]
+        self._found.facts["samples_together"] = guilt.together
+        self._found.facts["any_sample"] = guilt.any_sample
+
+    # --- the answer -------------------------------------------------------------------------------
+
+    def _broken_weights(self) -> list[dict[str, Any]]:
+        """Each once; below stage 3 all ranks hold the same."""
+        found: dict[str, dict[str, Any]] = {}
+        for of_rank in gather_objects(find_broken_weights(self._passes.module)):
+            for weight in of_rank:
+                found.setdefault(weight["name"], weight)
+        return list(found.values())
+
+    def _largest_sums(self) -> list[dict[str, Any]]:
+        """Where each micro-batch is finite by itself: the gradients whose sum may be too large."""
+        totals: dict[str, float] = {}
+        for of_rank in gather_objects(self._sums):
+            for name, value in of_rank.items():
+                totals[name] = totals.get(name, 0.0) + value
+        largest = sorted(totals, key=lambda name: -totals[name])[:3]
+        limit = torch.finfo(torch.float16).max
+        return [
+            {"parameter": name, "absmax_of_sum_at_most": totals[name], "limit": limit} for name in largest
+        ]
+
+    def _finding(self, broken: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        found = self._found
+        if found is None:
+            return None
+        first = found.first
+        weights = [w["name"] for w in broken if w["name"].rpartition(".")[0] == first.module]
+        parameter = first.parameter or (weights[0] if weights else None)
+        spread = None if first.place is None else found.events[first.place].range
+        return {
+            "rank": self._rank,
+            "micro_batch": found.micro_batch,
+            "also_micro_batches": self._also,
+            "phase": first.phase,
+            "module": first.module,
+            "module_type": self._type_of(first.module),
+            "parameter": parameter,
+            "what": first.what,
+            "behind": first.between,
+            "loss": found.loss,
+            "range": spread.to_json() if spread is not None else None,
+            "position": self._position(spread),
+            "cause": _cause(first, bool(weights), found.facts, self._passes.precision),
+            **found.facts,
+            "trail": trail(found.events, first),
+        }
+
+    def _type_of(self, module: str) -> str | None:
+        modules = dict(self._passes.module.named_modules())
+        return type(modules[module]).__name__ if module in modules else None
+
+    def _position(self, spread: Range | None) -> dict[str, int] | None:
+        """Row and token of the first bad value, where the tensor is laid out as the batch is."""
+        first = spread.first_bad if spread is not None else None
+        if spread is None or first is None or spread.shape[:2] != tuple(self._batch.input_ids.shape):
+            return None
+        return {"row": first[0], "token": first[1]}
+
+
+def _cause(first: First, weights: bool, facts: Mapping[str, Any], precision: str) -> str:
+    """In one word, for programs; docs/replay.md has the table."""
+    if weights:
+        return "weights"
+    unscaled, fp32 = facts.get("unscaled"), facts.get("fp32", {})
+    if first.phase == "backward" and unscaled is not None and not unscaled["breaks"]:
+        return "loss_scale"
+    if "breaks" in fp32:
+        return "computation" if fp32["breaks"] else "overflow"
+    # bf16 reaches as far as fp32 does, near enough.
+    return "unknown" if precision == "fp16" else "computation"
