@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 LOSS_WINDOW = 8  # losses in the mean that is watched for divergence
@@ -68,3 +69,19 @@ class LossStory:
     window: list[float] = field(default_factory=list)  # the last losses, fewer than LOSS_WINDOW
     recent_mean: float | None = None  # of the last whole window
     bad_with_skips: bool = False
+
+    def add_plain(self, values: Sequence[float], place: Callable[[int], Place]) -> None:
+        """Finite losses after a finite one. ``place``: where the loss of an index stands."""
+        self.count += len(values)
+        self.last = values[-1]
+        since = len(self.window)
+        together = [*self.window, *values]
+        whole = len(together) // LOSS_WINDOW * LOSS_WINDOW
+        self.window = together[whole:]
+        means = [sum(together[i : i + LOSS_WINDOW]) / LOSS_WINDOW for i in range(0, whole, LOSS_WINDOW)]
+        if not means:
+            return
+        self.recent_mean, best = means[-1], min(means)
+        if best < self.best_mean:
+            ends = (means.index(best) + 1) * LOSS_WINDOW - 1 - since
+            self.best_mean, self.best_place = best, place(ends)

@@ -16,6 +16,7 @@ from dslaunch.core.events import to_jsonable
 from dslaunch.core.run_dir import RunDir
 from dslaunch.observe.diagnose.course import Course, Setting, scale_course
 from dslaunch.observe.diagnose.facts import Place
+from dslaunch.observe.diagnose.rows import RowReader, add_rows
 from dslaunch.observe.diagnose.series import Series
 from dslaunch.observe.diagnose.shapes import Record, parse
 from dslaunch.observe.diagnose.source import STDIN, LogFile
@@ -158,15 +159,21 @@ def _read_log(path: str, story: Story, notes: list[str]) -> tuple[str, int]:
     log = LogFile(path)
     match = _RANK_IN_NAME.search(Path(path).name)
     rank = int(match[1]) if match else None
-    name = log.name
+    name, rows = log.name, RowReader()
+    is_other = False
     for found in log.found():
-        for record in parse(found):
+        records = parse(found)
+        many = rows.following(found, records)
+        for record in records:
             if rank is not None:
                 record.rank = rank
                 story.file_rank = rank if story.file_rank is None else story.file_rank
-                if rank != story.file_rank and record.kind != "minimum":
+                is_other = rank != story.file_rank
+                if is_other and record.kind != "minimum":
                     continue  # the first rank's file has told the same
             story.add(record, name)
+        if many is not None and not is_other:
+            add_rows(story, many, name)
     if log.is_cut:
         notes.append(f"{name} ends in the middle of its gzip stream; what stands before was read")
     return name, log.lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MAX_POINTS = 2048
@@ -74,6 +75,23 @@ class Series:
         self._in_last = 1
         if len(points) > _MAX_POINTS:
             self._halve()
+
+    def add_many(self, steps: Sequence[float], values: Sequence[float]) -> None:
+        """The same as :meth:`add` for each; steps rise and values are finite."""
+        index, count = 0, len(values)
+        while index < count:
+            point = self.points[-1] if self.points else None
+            room = min(self._per_point - self._in_last, count - index)
+            if point is None or room <= 0 or steps[index] <= point.last:
+                self.add(steps[index], values[index])
+                index += 1
+                continue
+            part = values[index : index + room]
+            index += room
+            point.last = steps[index - 1]
+            point.low, point.high = min(point.low, min(part)), max(point.high, max(part))
+            point.total, point.count = point.total + sum(part), point.count + room
+            self._in_last += room
 
     def _halve(self) -> None:
         kept = self.points[::2]

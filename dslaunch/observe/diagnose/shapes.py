@@ -30,6 +30,7 @@ class Record:
     ``mark``: step ``step`` is over. ``setting``: ``name`` of the fp16 section is ``before``.
     ``name`` is "scale used" where ``scale`` is the one that the step ran with, not the next one.
     ``bar``: a step that only a progress bar tells, which may be one or two behind.
+    ``spans``: of metrics, where in the line each number stands; a bar before it at a negative place.
     """
 
     kind: Kind
@@ -47,6 +48,7 @@ class Record:
     name: str = ""
     second: int | None = None
     text: bytes = b""
+    spans: dict[str, tuple[int, int]] | None = None
 
 
 _NUMBER = rb"([-+]?\d{1,80}(?:\.\d*)?(?:[eE][-+]?\d{1,2})?)"  # so that it is finite
@@ -78,10 +80,6 @@ _SCALE_WORDS = re.compile(rb"verflow|VERFLOW|loss s|kipping step|ttempted|hyster
 
 _PROGRESS = re.compile(rb"step=(\d{1,15}),\s*skipped=(\d{1,15})")
 _MEGATRON = re.compile(rb"iteration\s+(\d{1,15})/\s*\d+\s*\|")
-_M_USUAL = re.compile(
-    rb"iteration\s+(\d{1,15})/[^|]*\|.*?\blm[ _]loss: " + _VALUE + rb".*?\| loss scale: " + _VALUE
-    + rb".*?\| grad norm: " + _VALUE + rb".*?\| number of skipped iterations:\s+(\d{1,15}) \|"
-)  # fmt: skip
 _M_LOSS = re.compile(rb"(?:\blm[ _]?)?\bloss:\s*" + _VALUE)
 _M_NORM = re.compile(rb"grad\s*norm:\s*" + _VALUE)
 _M_SCALE = re.compile(rb"loss\s*scale:\s*" + _VALUE)
@@ -132,31 +130,39 @@ def parse(found: Found) -> list[Record]:
         if not record.text:
             record.text = text
     if records and records[0].step is None and records[0].kind != "setting":
-        records[0].bar = bar_step(text) or bar_step(found.before)
+        _add_bar(records[0], text, found.before)
     return records
 
 
-def bar_step(text: bytes) -> int | None:
-    """The step that the last progress bar in ``text`` shows; None without one."""
+def _add_bar(record: Record, text: bytes, before: bytes) -> None:
+    """The step of the bar in the line, else of the last one before it; a bar at 0 has no step yet."""
+    for part, offset in ((text, 0), (before, -len(before))):
+        match = bar_in(part)
+        if match is not None and int(match[1]):
+            record.bar = int(match[1])
+            if record.spans is not None:
+                record.spans["bar"] = (match.start(1) + offset, match.end(1) + offset)
+            return
+
+
+def bar_in(text: bytes) -> re.Match[bytes] | None:
+    """The last progress bar in ``text``; its step is the first group."""
     end = text.rfind(b" [")
     if end < 0:
         return None
     match = _BAR.match(text, text.rfind(b" ", 0, end) + 1)
-    if match is None:  # another bracket follows the bar
-        matches = _BAR.findall(text) if b"/" in text else ()
-        return int(matches[-1]) if matches else None
-    return int(match[1])
+    if match is None and b"/" in text:  # another bracket follows the bar
+        *_, match = (None, *_BAR.finditer(text))
+    return match
+
+
+def ranks_in(text: bytes) -> list[tuple[int, int]]:
+    """Where a line names ranks."""
+    return [match.span() for match in _RANK.finditer(text)]
 
 
 def _megatron(text: bytes, found: Found) -> Record | None:
     """A line of fields between bars; joined with those after it where it was wrapped."""
-    usual = _M_USUAL.search(text)
-    if usual is not None:
-        step, loss_, scale_, norm_, skips = usual.groups()
-        return Record(
-            "metrics", found.number, int(step), loss=float(loss_), norm=float(norm_), scale=float(scale_),
-            skipped=int(skips), text=text,
-        )  # fmt: skip
     head = _MEGATRON.search(text)
     if head is None:
         if b"lm loss:" not in text:
@@ -179,6 +185,7 @@ def _megatron(text: bytes, found: Found) -> Record | None:
         scale=float(scale[1]) if scale else None,
         skipped=int(skipped[1]) if skipped else None,
         text=text,
+        spans=_spans(step=head, loss=loss, norm=norm, scale=scale, skipped=skipped),
     )
 
 
@@ -329,8 +336,14 @@ def _metrics(text: bytes) -> list[Record]:
             norm=float(norm[1]) if norm else None,
             scale=float(scale[1]) if scale else None,
             rank=_rank(text) if b"ank" in text or b": " in text[:8] or b"[d" in text else None,
+            spans=_spans(step=step, loss=loss, norm=norm, scale=scale),
         )
     ]
+
+
+def _spans(**matches: re.Match[bytes] | None) -> dict[str, tuple[int, int]]:
+    """Where the number of each match, its last group, stands."""
+    return {name: match.span(match.re.groups) for name, match in matches.items() if match is not None}
 
 
 def _settings(text: bytes) -> Iterator[Record]:

@@ -33,6 +33,7 @@ ANCHORS = (
 _BLOCK = 1 << 20
 _AHEAD = 4096  # bytes after a line that must be there before it is read: it may have been wrapped
 _BEHIND = 400  # bytes before a line that are kept: a progress bar may say which step it is
+_WINDOW = 1 << 15
 _LONGEST = 8192  # a longer line is cut around the word that was found
 
 
@@ -40,18 +41,20 @@ class Found:
     """A line in which a word was found. ``number`` counts line feeds; a ``\\r`` also ends the text.
 
     ``before``: what was written between the last line found and this one (at most its end).
+    It ends at ``end`` in ``block``; the line found before it ended at ``since``, or that is not known (-1).
     """
 
-    __slots__ = ("_block", "_end", "before", "number", "text", "used")
+    __slots__ = ("before", "block", "end", "number", "since", "text", "used")
 
-    def __init__(self, number: int, text: bytes, before: bytes, block: bytes, end: int) -> None:
+    def __init__(self, number: int, text: bytes, before: bytes, block: bytes, end: int, since: int) -> None:
         self.number, self.text, self.before = number, text, before
-        self._block, self._end = block, end
+        self.block, self.end = block, end
+        self.since = since
         self.used = 0
 
     def after(self) -> bytes:
         """What follows, line ends included, for a line that was wrapped."""
-        return self._block[self._end : self._end + _AHEAD]
+        return self.block[self.end : self.end + _AHEAD]
 
     def use(self, size: int) -> None:
         """``size`` bytes of what follows belong to this line: they are not looked at again."""
@@ -80,6 +83,7 @@ class LogFile:
             yield from scanner.scan(block, start, limit)
             kept = max(0, scanner.stopped_at - _BEHIND)
             block, start = block[kept:], scanner.stopped_at - kept
+            scanner.cut(kept)
         yield from scanner.scan(block, start, len(block))
         self.lines = scanner.number + (not block.endswith(b"\n") and len(block) > start)
 
@@ -139,9 +143,26 @@ class _Scanner:
     def __init__(self) -> None:
         self.number = 0  # line feeds before the place that is looked at
         self.stopped_at = 0  # in the block: all before it is done with
+        self._done = -1  # in the block: where the last line found ended; negative where that is gone
+
+    def cut(self, size: int) -> None:
+        """The block has lost its first ``size`` bytes."""
+        self.stopped_at -= size
+        self._done = max(-1, self._done - size)
 
     def scan(self, block: bytes, start: int, limit: int) -> Iterator[Found]:
-        """Lines that begin in ``block[start:limit]``; what stands after ``limit`` is only looked ahead to."""
+        """Lines that begin in ``block[start:limit]``; what stands after ``limit`` is only looked ahead to.
+
+        In windows: what a line's reader uses up is then not searched.
+        """
+        self.stopped_at = start
+        while self.stopped_at < limit:
+            begin, end = self.stopped_at, limit
+            if limit - begin > 2 * _WINDOW:
+                end = _line_start(block, begin, begin + _WINDOW)
+            yield from self._window(block, begin, end)
+
+    def _window(self, block: bytes, start: int, limit: int) -> Iterator[Found]:
         find, count = block.find, block.count
         hits = {anchor: find(anchor, start, limit) for anchor in ANCHORS}
         hits = {anchor: hit for anchor, hit in hits.items() if hit >= 0}
@@ -164,11 +185,10 @@ class _Scanner:
                 end = cr
             if end - begin > _LONGEST:
                 begin, end = max(begin, hit - _LONGEST), min(end, hit + _LONGEST)
-            # For the first one, what was kept from the block before counts too.
-            before = block[max(done if done > start else 0, begin - _BEHIND) : begin]
-            found = Found(self.number + 1, block[begin:end], before, block, end)
+            before = block[max(self._done, begin - _BEHIND, 0) : begin]
+            found = Found(self.number + 1, block[begin:end], before, block, end, self._done)
             yield found
-            done = end + found.used
+            self._done = done = end + found.used
             for anchor, place in list(hits.items()):
                 if place < done:
                     place = find(anchor, done, limit)

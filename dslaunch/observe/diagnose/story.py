@@ -7,7 +7,10 @@ those that carry none, copies are known by standing together. Nothing here judge
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from dslaunch.observe.diagnose.course import Overflow, Setting
 from dslaunch.observe.diagnose.facts import LOSS_WINDOW, LossStory, Place, Run, Streak
@@ -279,6 +282,45 @@ class Story:
         if record.scale is not None:
             self._observe_scale(record.scale, self.clock - (record.name == "scale used"))
 
+    def add_plain(
+        self, columns: Mapping[str, list[Any]], rank: int | None, place: Callable[[int], Place]
+    ) -> None:
+        """Lines of numbers in which nothing happens, with the effect of :meth:`add` for each.
+
+        See ``rows.add_rows`` for which these are. ``place``: where the line of an index stands.
+        """
+        losses, norms = columns.get("loss"), columns.get("norm")
+        count = len(next(iter(columns.values())))
+        self.known += count
+        if rank is not None and rank != self._metrics_rank:
+            return
+        steps: Sequence[int] | None = columns.get("step") or columns.get("bar")
+        if steps is not None:
+            self._reach(steps[0])
+            self._reach(steps[-1])
+        else:
+            steps = range(self.clock + 1, self.clock + count + 1)
+            self.clock += count
+        self._seen_metrics += count
+        self._good += 2 if norms is None or norms[-1] > 0 else 0
+        if losses is not None:
+            self.loss.add_plain(losses, place)
+            self.loss_series.add_many(*_last_of_each(steps, losses))
+        if norms is not None:
+            self.norm_series.add_many(*_last_of_each(steps, norms))
+            self._plain_norms(norms, place)
+
+    def _plain_norms(self, norms: Sequence[float], place: Callable[[int], Place]) -> None:
+        """They are all the same, or no run of them is long."""
+        if norms[0] != self._norm or norms[-1] != norms[0] or norms.count(norms[0]) < len(norms):
+            self.same_norm = Run()
+        else:
+            self.same_norm.count += len(norms)
+            self.same_norm.last = place(len(norms) - 1)
+            if self.same_norm.count > self.longest_same_norm.count:
+                self.longest_same_norm = self.same_norm
+        self._norm = norms[-1]
+
     def _sign_of_good(self, record: Record) -> int:
         if record.skipped:
             return 0
@@ -348,3 +390,13 @@ class Story:
         known = step if step is not None else record.step if record.step is not None else record.bar
         text = record.text[-300:] if record.kind == "overflow" else record.text[:300]
         return Place(file, record.line, known, text)
+
+
+def _last_of_each(steps: Sequence[int], values: list[float]) -> tuple[Sequence[int], list[float]]:
+    """Of neighbours with one step, which only a bar has, the last one counts."""
+    if isinstance(steps, range) or not any(map(operator.eq, steps, steps[1:])):
+        return steps, values
+    kept = [
+        index for index in range(len(steps)) if index + 1 == len(steps) or steps[index] != steps[index + 1]
+    ]
+    return [steps[index] for index in kept], [values[index] for index in kept]
