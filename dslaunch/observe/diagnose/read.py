@@ -163,7 +163,7 @@ def _read_log(path: str, story: Story, notes: list[str]) -> tuple[str, int]:
     is_other = False
     for found in log.found():
         records = parse(found)
-        many = rows.following(found, records)
+        many = rows.following(found, records, story)
         for record in records:
             if rank is not None:
                 record.rank = rank
@@ -173,6 +173,8 @@ def _read_log(path: str, story: Story, notes: list[str]) -> tuple[str, int]:
                     continue  # the first rank's file has told the same
             story.add(record, name)
         if many is not None and not is_other:
+            if rank is not None:
+                many.columns.pop("rank", None)
             add_rows(story, many, name)
     if log.is_cut:
         notes.append(f"{name} ends in the middle of its gzip stream; what stands before was read")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ _LONGEST = 4096  # of one line and what is between it and the one before
 _FEWEST = 8
 _MOST_WAITING = 1023
 _EDGE = 12  # rows, more than the lines in a row that a verdict looks at
-_INTEGERS = ("step", "bar", "skipped")
+_INTEGERS = ("step", "bar", "skipped", "rank")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Rows:
     first: Record  # the line before them, whose shape they have
     columns: dict[str, list[Any]]
     matches: list[re.Match[bytes]]
+    places: Sequence[int]  # of each, among all the lines that were read
+    num_others: int  # lines of other ranks, which say the same
     lines_each: int
 
     def __len__(self) -> int:
@@ -45,8 +47,9 @@ class Rows:
         """One of them, as it would have been parsed."""
         whole = self.matches[index].group()
         text = whole[max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1 :]
-        line = self.first.line + (index + 1) * self.lines_each
-        record = Record("metrics", line, rank=self.first.rank, text=text)
+        line = self.first.line + (self.places[index] + 1) * self.lines_each
+        first = self.first
+        record = Record(first.kind, line, rank=first.rank, name=first.name, second=first.second, text=text)
         for name, column in self.columns.items():
             setattr(record, name, column[index])
         return record
@@ -60,24 +63,26 @@ class RowReader:
         self._after_numbers = False
         self._waiting = self._wait = 0  # lines to let pass before the next shape is tried
 
-    def following(self, found: Found, records: list[Record]) -> Rows | None:
-        """What follows ``found`` and has its shape, used up; None where that is little or nothing."""
+    def following(self, found: Found, records: list[Record], story: Story) -> Rows | None:
+        """What follows ``found`` and has its shape, used up; None where that is little or nothing.
+
+        Where each line names its rank, those of the rank that counts for ``story``.
+        """
         is_numbers = len(records) == 1 and records[0].spans is not None and not found.used
         learns = is_numbers and self._after_numbers and found.since >= 0
         self._after_numbers = is_numbers
         if not is_numbers:
             return None
-        rows = self._shape.read(found, records[0]) if self._shape is not None else None
+        lead = story.lead_of(records[0].kind)
+        rows = self._shape.read(found, records[0], lead) if self._shape is not None else None
         if rows is None and learns:
             if self._waiting:
                 self._waiting -= 1
                 return None
             self._shape = _learn(found, records[0])
-            rows = self._shape.read(found, records[0]) if self._shape is not None else None
+            rows = self._shape.read(found, records[0], lead) if self._shape is not None else None
             self._wait = 0 if rows is not None else min(2 * self._wait + 1, _MOST_WAITING)
             self._waiting = self._wait
-        if rows is not None:
-            found.use(rows.matches[-1].end() - found.end)
         return rows
 
 
@@ -85,18 +90,25 @@ class RowReader:
 class _Shape:
     """``names``: of the numbers that the pattern's groups hold, in their order."""
 
+    kind: str
+    name: str
     pattern: re.Pattern[bytes]
     names: tuple[str, ...]
     lines_each: int
 
-    def read(self, found: Found, record: Record) -> Rows | None:
-        if record.spans is None or sorted(record.spans) != sorted(self.names):
+    def read(self, found: Found, record: Record, lead: int | None) -> Rows | None:
+        if record.kind != self.kind or record.name != self.name:
             return None
         # Undocumented, and used by the re module itself: matches that touch each other.
         scanner = self.pattern.scanner(found.block, found.end)  # type: ignore[attr-defined]
         matches: list[re.Match[bytes]] = list(iter(scanner.match, None))
-        if len(matches) < _FEWEST:
+        count = len(matches)
+        places: Sequence[int] = range(count)
+        if count < _FEWEST:
             return None
+        end = matches[-1].end()
+        if lead is not None and "rank" in self.names:
+            matches, places = self._of_rank(matches, b"%d" % lead)
         texts = zip(*[match.groups() for match in matches], strict=True)
         try:
             columns: dict[str, list[Any]] = {
@@ -105,8 +117,20 @@ class _Shape:
             }
         except ValueError:
             return None  # signs and dots that are no number
-        rows = Rows(record, columns, matches, self.lines_each)
-        return rows if _is_as_parsed(rows, found) else None
+        if 0 in columns.get("bar", ()):
+            return None  # a bar at 0 tells no step
+        rows = Rows(record, columns, matches, places, count - len(matches), self.lines_each)
+        if matches and not _is_as_parsed(rows, found):
+            return None
+        found.use(end - found.end)
+        return rows
+
+    def _of_rank(
+        self, matches: list[re.Match[bytes]], rank: bytes
+    ) -> tuple[list[re.Match[bytes]], Sequence[int]]:
+        group = self.names.index("rank") + 1
+        kept = [place for place, match in enumerate(matches) if match[group] == rank]
+        return [matches[place] for place in kept], kept
 
 
 def _learn(found: Found, record: Record) -> _Shape | None:
@@ -117,6 +141,8 @@ def _learn(found: Found, record: Record) -> _Shape | None:
         return None
     wanted = {(begin + start, begin + end): name for name, (start, end) in (record.spans or {}).items()}
     fixed = [(begin + start, begin + end) for start, end in ranks_in(found.text)]
+    if len(fixed) == 1:  # else which of them it is cannot be told by the number alone
+        wanted[fixed.pop()] = "rank"
     parts, names, done = [], [], 0
     for token in _TOKEN.finditer(period):
         parts.append(re.escape(period[done : token.start()]))
@@ -131,7 +157,8 @@ def _learn(found: Found, record: Record) -> _Shape | None:
     if len(names) != len(wanted):
         return None
     parts.append(re.escape(period[done:]))
-    return _Shape(re.compile(b"".join(parts) + rb"(?=[\r\n])"), tuple(names), period.count(b"\n"))
+    pattern = re.compile(b"".join(parts) + rb"(?=[\r\n])")
+    return _Shape(record.kind, record.name, pattern, tuple(names), period.count(b"\n"))
 
 
 def _is_as_parsed(rows: Rows, found: Found) -> bool:
@@ -141,7 +168,7 @@ def _is_as_parsed(rows: Rows, found: Found) -> bool:
     begin = len(whole) - len(last.text)
     alone = Found(last.line, last.text, whole[max(0, begin - 400) : begin], found.block, match.end(), -1)
     parsed = parse(alone)
-    return len(parsed) == 1 and replace(parsed[0], spans=None) == last
+    return len(parsed) == 1 and replace(parsed[0], spans=None, second=last.second) == last
 
 
 def add_rows(story: Story, rows: Rows, file: str) -> None:
@@ -150,7 +177,8 @@ def add_rows(story: Story, rows: Rows, file: str) -> None:
     What is plain is added at once: numbers that are finite, steps that rise, a scale that stays, norms that
     differ. The lines around all else are added one by one, and so is what stands at either end.
     """
-    if len(rows) <= 3 * _EDGE:
+    story.known += rows.num_others
+    if len(rows) <= 3 * _EDGE or rows.first.kind != "metrics":
         _add_each(story, rows, range(len(rows)), file)
         return
     begin, special = 0, _special(rows.columns)
@@ -176,7 +204,7 @@ def _add_plain(story: Story, rows: Rows, begin: int, end: int, file: str) -> Non
         step = record.step if record.step is not None else record.bar
         return Place(file, record.line, step, record.text[:300])
 
-    story.add_plain(columns, rows.first.rank, place)
+    story.add_plain(columns, place)
 
 
 def _special(columns: dict[str, list[Any]]) -> list[int] | None:

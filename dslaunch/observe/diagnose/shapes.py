@@ -30,7 +30,8 @@ class Record:
     ``mark``: step ``step`` is over. ``setting``: ``name`` of the fp16 section is ``before``.
     ``name`` is "scale used" where ``scale`` is the one that the step ran with, not the next one.
     ``bar``: a step that only a progress bar tells, which may be one or two behind.
-    ``spans``: of metrics, where in the line each number stands; a bar before it at a negative place.
+    ``spans``: of metrics, and of an overflow that names its rank, where in the line each number stands; a
+    bar before it at a negative place.
     """
 
     kind: Kind
@@ -157,8 +158,8 @@ def bar_in(text: bytes) -> re.Match[bytes] | None:
 
 
 def ranks_in(text: bytes) -> list[tuple[int, int]]:
-    """Where a line names ranks."""
-    return [match.span() for match in _RANK.finditer(text)]
+    """Where the numbers of the ranks that a line names stand."""
+    return [match.span(match.lastindex or 0) for match in _RANK.finditer(text)]
 
 
 def _megatron(text: bytes, found: Found) -> Record | None:
@@ -214,7 +215,10 @@ def _scale_records(text: bytes, found: Found) -> Iterator[Record]:
         pattern, match = cut
         matched = [item for item in matched if item[0] != match.start()] + [(match.start(), pattern, match)]
     for start, pattern, match in matched:
-        yield _scale_record(pattern, match, match.string[:start])
+        record = _scale_record(pattern, match, match.string[:start])
+        if pattern is _ATTEMPT and cut is None and record.rank is not None and record.hysteresis is None:
+            record.spans = {"before": match.span(1), "after": match.span(2)}
+        yield record
     if not matched and (match_ := _BARE.search(text + b" ")):
         yield Record("overflow", rank=_rank(text[: match_.end()]), second=_second(text))
 

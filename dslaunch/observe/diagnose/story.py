@@ -89,6 +89,10 @@ class Story:
         """Signs of good steps since the last overflow: 2 is sure."""
         return self._good
 
+    def lead_of(self, kind: str) -> int | None:
+        """The rank whose lines of this kind count, where each names its rank."""
+        return self._lead if kind == "overflow" else self._metrics_rank
+
     # -- steps
 
     def _reach(self, step: int) -> None:
@@ -282,9 +286,7 @@ class Story:
         if record.scale is not None:
             self._observe_scale(record.scale, self.clock - (record.name == "scale used"))
 
-    def add_plain(
-        self, columns: Mapping[str, list[Any]], rank: int | None, place: Callable[[int], Place]
-    ) -> None:
+    def add_plain(self, columns: Mapping[str, list[Any]], place: Callable[[int], Place]) -> None:
         """Lines of numbers in which nothing happens, with the effect of :meth:`add` for each.
 
         See ``rows.add_rows`` for which these are. ``place``: where the line of an index stands.
@@ -292,8 +294,6 @@ class Story:
         losses, norms = columns.get("loss"), columns.get("norm")
         count = len(next(iter(columns.values())))
         self.known += count
-        if rank is not None and rank != self._metrics_rank:
-            return
         steps: Sequence[int] | None = columns.get("step") or columns.get("bar")
         if steps is not None:
             self._reach(steps[0])
