@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,3 +107,13 @@ class Series:
     def to_json(self) -> list[list[float | None]]:
         """``[step, mean]`` of each point; null where no value is finite."""
         return [[point.last, point.mean if point.count else None] for point in self.points]
+
+
+def last_of_each(steps: Sequence[int], values: list[float]) -> tuple[Sequence[int], list[float]]:
+    """Of neighbours with one step, which only a bar has, the last one counts."""
+    if isinstance(steps, range) or not any(map(operator.eq, steps, steps[1:])):
+        return steps, values
+    kept = [
+        index for index in range(len(steps)) if index + 1 == len(steps) or steps[index] != steps[index + 1]
+    ]
+    return [steps[index] for index in kept], [values[index] for index in kept]

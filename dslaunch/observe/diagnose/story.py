@@ -7,14 +7,13 @@ those that carry none, copies are known by standing together. Nothing here judge
 from __future__ import annotations
 
 import math
-import operator
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dslaunch.observe.diagnose.course import Overflow, Setting
 from dslaunch.observe.diagnose.facts import LOSS_WINDOW, LossStory, Place, Run, Streak
-from dslaunch.observe.diagnose.series import Series
+from dslaunch.observe.diagnose.series import Series, last_of_each
 from dslaunch.observe.diagnose.shapes import Record
 
 _MAX_EVENTS = 4000
@@ -305,9 +304,9 @@ class Story:
         self._good += 2 if norms is None or norms[-1] > 0 else 0
         if losses is not None:
             self.loss.add_plain(losses, place)
-            self.loss_series.add_many(*_last_of_each(steps, losses))
+            self.loss_series.add_many(*last_of_each(steps, losses))
         if norms is not None:
-            self.norm_series.add_many(*_last_of_each(steps, norms))
+            self.norm_series.add_many(*last_of_each(steps, norms))
             self._plain_norms(norms, place)
 
     def _plain_norms(self, norms: Sequence[float], place: Callable[[int], Place]) -> None:
@@ -390,13 +389,3 @@ class Story:
         known = step if step is not None else record.step if record.step is not None else record.bar
         text = record.text[-300:] if record.kind == "overflow" else record.text[:300]
         return Place(file, record.line, known, text)
-
-
-def _last_of_each(steps: Sequence[int], values: list[float]) -> tuple[Sequence[int], list[float]]:
-    """Of neighbours with one step, which only a bar has, the last one counts."""
-    if isinstance(steps, range) or not any(map(operator.eq, steps, steps[1:])):
-        return steps, values
-    kept = [
-        index for index in range(len(steps)) if index + 1 == len(steps) or steps[index] != steps[index + 1]
-    ]
-    return [steps[index] for index in kept], [values[index] for index in kept]
