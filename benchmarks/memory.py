@@ -51,12 +51,14 @@ class Case:
     sub_group_size: int = 1_000_000_000
     bucket: int = 20_000
     engine: str = "deepspeed"
+    optimizer: str = "AdamW"
     task: str = "sft"  # "dpo" has a frozen reference beside it, "ppo" a reward model and a critic as well
 
     @property
     def name(self) -> str:
         shards = "torch" if self.engine == "torch" else f"z{self.stage}"
         parts = [shards, self.method, self.precision, f"gas{self.accumulation}", self.offload]
+        parts += [self.optimizer] if self.optimizer != "AdamW" else []
         parts += ["tied"] if self.tied else []
         parts += [self.task] if self.task != "sft" else []
         parts += [f"bucket{self.bucket}"] if self.bucket != BUCKET else []
@@ -79,8 +81,17 @@ def cases(everything: bool) -> Iterator[Case]:
     for method in ("full", "lora"):
         yield Case(0, method, engine="torch", accumulation=2)
     yield Case(0, engine="torch", precision="fp32")
+    yield Case(0, precision="fp32", optimizer="Adafactor")
+    yield Case(2, optimizer="AdEMAMix")
+    yield Case(3, optimizer="AdamW8bit")
     if not everything:
         return
+    for optimizer in ("SGD", "Lion", "AdEMAMix", "AdamW8bit"):
+        yield Case(0, precision="fp32", optimizer=optimizer)
+        for stage in (1, 2, 3):
+            yield Case(stage, optimizer=optimizer)
+        yield Case(2, optimizer=optimizer, offload="optimizer")
+        yield Case(0, optimizer=optimizer, engine="torch")
     yield Case(0, engine="torch", tied=True)
     yield Case(0, "lora", engine="torch", precision="fp32")
     for stage in (0, 2, 3):
@@ -140,14 +151,33 @@ def ds_config(case: Case) -> dict[str, Any]:
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31 - 1,
     }
+    plan = optimizer_plan(case)
+    if plan.made_by == "deepspeed":
+        config["optimizer"] = {"type": plan.type, "params": dict(plan.params)}
     if case.precision != "fp32":
         config[case.precision] = {"enabled": True}
     if accumulates_in_fp32(case):
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
+
+
+def optimizer_plan(case: Case) -> Any:
+    """As a run file's is resolved for CPUs; SGD with momentum."""
+    from dslaunch.config.optimizer import KINDS
+    from dslaunch.core.plan import OptimizerPlan
+
+    kind = KINDS[case.optimizer]
+    params = {key: value for key, value in kind.defaults.items() if value is not None} | {"lr": 1e-4}
+    params |= {"momentum": 0.9} if case.optimizer == "SGD" else {}
+    ours = kind.ours or case.optimizer == "Lion" or case.engine == "torch"
+    if case.optimizer == "AdamW" and not ours:
+        params["torch_adam"] = True
+    made_by = "dslaunch" if ours else "deepspeed"
+    return OptimizerPlan(type=case.optimizer, lr=1e-4, params=params, made_by=made_by)
 
 
 def accumulates_in_fp32(case: Case) -> bool:
@@ -261,6 +291,8 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
     import torch
     from torch.profiler import record_function
 
+    from dslaunch.train.optimizers import build_optimizer
+
     gc.collect()
     gc.freeze()  # what is here already is neither walked nor counted: each walk is then short
     ignore = set(storages(all_tensors()))
@@ -270,7 +302,12 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
         if case.engine == "torch":
             engine = torch_engine(case, model)
         else:
-            engine = deepspeed.initialize(model=model, config=ds_config(case), model_parameters=trained)[0]
+            engine = deepspeed.initialize(
+                model=model,
+                config=ds_config(case),
+                optimizer=build_optimizer(optimizer_plan(case)),
+                model_parameters=trained,
+            )[0]
         others = other_engines(case)
         ids = torch.arange(16).unsqueeze(0)
         ignore.add(ids.untyped_storage().data_ptr())
@@ -324,6 +361,7 @@ def torch_engine(case: Case, model: Any) -> Any:
 
     from dslaunch.train.dist import init_world
     from dslaunch.train.engine import TorchSettings, initialize_torch
+    from dslaunch.train.optimizers import build_optimizer
 
     if case.method != "full" and case.precision == "bf16":
         for parameter in model.parameters():
@@ -337,7 +375,7 @@ def torch_engine(case: Case, model: Any) -> Any:
     return initialize_torch(
         model,
         settings,
-        lambda trained: torch.optim.AdamW(trained, lr=1e-4),
+        build_optimizer(optimizer_plan(case)),
         lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0),
         init_world().device,
     )
@@ -390,10 +428,11 @@ def growth_in(events: list[Any], mark: str) -> int:
 def setup_of(case: Case, world_size: int) -> Any:
     from dslaunch.config.memory.adapter import adapter_tensors
     from dslaunch.config.memory.architectures import dimensions, parameters
+    from dslaunch.config.memory.of_run import cost_of
     from dslaunch.config.memory.setup import Setup, ZeroOptions, frozen_tensors
     from dslaunch.config.memory.tensors import ModelFacts
 
-    config = model_config(case).to_dict()
+    config, plan = model_config(case).to_dict(), optimizer_plan(case)
     facts = ModelFacts(parameters(config) or (), dimensions(config), "config")
     full, e = case.method == "full", 4 if case.precision == "fp32" else 2
     return Setup(
@@ -418,6 +457,7 @@ def setup_of(case: Case, world_size: int) -> Any:
         accumulation=case.accumulation,
         max_length=16,
         grad_accum_fp32=accumulates_in_fp32(case),
+        optimizer=cost_of(plan.type, plan.params, "cpu", ours=plan.made_by == "dslaunch"),
         device_type="cpu",
         task=case.task,  # type: ignore[arg-type]
     )

@@ -38,7 +38,7 @@ from dslaunch.train.engine import TorchSettings, TrainingEngine, initialize, ini
 from dslaunch.train.loop import Job
 from dslaunch.train.model import DTYPES, LoadedModel, load_model, load_tokenizer
 from dslaunch.train.objectives.sft import SftObjective
-from dslaunch.train.optimizers import build_optimizer, parameter_groups
+from dslaunch.train.optimizers import build_optimizer, build_torch_optimizer, parameter_groups
 from dslaunch.train.report import Report
 from dslaunch.train.schedule import build_scheduler_factory
 from dslaunch.train.stopping import StopRequest
@@ -259,23 +259,22 @@ def _build_engine(
     groups = parameter_groups(loaded.model, plan.optimizer)
     for line in groups.notes:
         say(world, f"optimizer group: {line}")
-    optimizer = build_optimizer(plan.optimizer)
     if plan.engine == "torch":
-        assert optimizer is not None, "without DeepSpeed the plan says made_by dslaunch"
         settings = TorchSettings(
             precision=plan.precision,
             gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
             gradient_clipping=plan.gradient_clipping,
             fp16=plan.fp16,
         )
+        make = build_torch_optimizer(plan.optimizer)
         return initialize_torch(
-            loaded.model, settings, lambda _: optimizer(groups.parameters), scheduler, world.device
+            loaded.model, settings, lambda _: make(groups.parameters), scheduler, world.device
         )
     fp32 = loaded.fp32
     return initialize(
         loaded.model,
         dict(plan.ds_config),
-        optimizer=optimizer,
+        optimizer=build_optimizer(plan.optimizer),
         lr_scheduler=scheduler,
         model_parameters=groups.parameters if fp32 is None else fp32.groups(groups.parameters),
         on_note=lambda text: say(world, f"note: {text}"),

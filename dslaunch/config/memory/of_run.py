@@ -251,7 +251,8 @@ def cost_of(kind: str, params: Mapping[str, Any], device_type: str, *, ours: boo
     """The same of one optimizer. ``ours``: made by dslaunch's worker, not by DeepSpeed."""
     on_cpu = device_type == "cpu"
     if kind == "SGD":
-        return OptimizerCost(state=4 if params.get("momentum") else 0, temporary=4)
+        changed = params.get("nesterov") or params.get("weight_decay")  # then by a copy of the gradient
+        return OptimizerCost(state=4 if params.get("momentum") else 0, temporary=4 if changed else 0)
     if kind == "Lion":
         return (
             OptimizerCost(state=4, temporary=4) if ours else OptimizerCost(state=4, temporary=0, fused=True)
@@ -259,9 +260,9 @@ def cost_of(kind: str, params: Mapping[str, Any], device_type: str, *, ours: boo
     if kind == "AdEMAMix":
         return OptimizerCost(state=12, temporary=8)
     if kind == "Adafactor":
-        return OptimizerCost(state=4, temporary=8, factored=True)
+        return OptimizerCost(state=4, temporary=4, factored=True)
     if kind.endswith("8bit"):
-        return OptimizerCost(temporary=8 if on_cpu else 0, eight_bit=True)
+        return OptimizerCost(temporary=20 if on_cpu else 0, eight_bit=True)
     if params.get("torch_adam") or ours:
         # One flat tensor on a CPU: two temporaries of its size; on a GPU the foreach kernels need one.
         return OptimizerCost(state=8, temporary=8 if on_cpu else 4)

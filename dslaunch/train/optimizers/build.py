@@ -26,12 +26,15 @@ _OF_BITSANDBYTES = ("AdamW8bit", "PagedAdamW8bit")
 
 
 def build_optimizer(plan: OptimizerPlan) -> Callable[..., torch.optim.Optimizer] | None:
-    """A callable that makes the optimizer of parameters or groups; None where DeepSpeed makes it.
+    """As :func:`build_torch_optimizer`; None where DeepSpeed makes it."""
+    return None if plan.made_by == "deepspeed" else build_torch_optimizer(plan)
+
+
+def build_torch_optimizer(plan: OptimizerPlan) -> Callable[..., torch.optim.Optimizer]:
+    """A callable that makes the optimizer of parameters or groups.
 
     Raises EnvironmentNotReady where its package is missing.
     """
-    if plan.made_by == "deepspeed":
-        return None
     kind = _from_bitsandbytes(plan.type) if plan.type in _OF_BITSANDBYTES else _KINDS[plan.type]
     params = {key: tuple(v) if isinstance(v, list) else v for key, v in plan.params.items()}
     return functools.partial(kind, **params)
