@@ -11,7 +11,8 @@ from collections import deque
 from types import FrameType, TracebackType
 from typing import Any
 
-CANCEL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# ALRM is how Flux says that a job's time is over.
+CANCEL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 FORWARD = (signal.SIGUSR1, signal.SIGUSR2)
 
 # A further signal means "kill now" only from this long after the first: one Ctrl-C may come twice,

@@ -282,7 +282,19 @@ class _Launch:
             return
         self._lose(link, how)
 
+    def _note_sleep(self, now: float) -> bool:
+        """Say it where this process did not run for so long that hosts may have given it up."""
+        slept_s, limit_s = now - self.next_beat, self.plan.host_timeout_s
+        if slept_s <= limit_s / 2:
+            return False
+        self.next_beat = now
+        self._say(
+            f"this launcher did not run for {slept_s:.0f} s; hosts take it for gone after {limit_s:g} s"
+        )
+        return True
+
     def _lose(self, link: AgentLink, how: str) -> None:
+        self._note_sleep(time.monotonic())
         self.events.write("host_lost", host=link.host.name, how=how)
         if self.cause.note_lost(link.host.name, time.monotonic() - self.started_at):
             self._say(f"{how}; its ranks are lost")
@@ -338,7 +350,9 @@ class _Launch:
 
     def _beat(self, now: float) -> None:
         """Show the agents elsewhere that we live, and give up those that show no life any more."""
-        self.next_beat = now + self.beat_s
+        slept, self.next_beat = self._note_sleep(now), now + self.beat_s
+        if slept:  # what they sent in the meantime has yet to be read
+            return
         # Before ranks run an agent may be busy for longer: with names, a slow file system, a firewall.
         since = now - self.plan.host_timeout_s if self.startup.has_started else float("-inf")
         for link in self.links.beat(silent_since=since):

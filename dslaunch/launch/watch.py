@@ -50,13 +50,13 @@ class Watch:
     def tick(self, now: float, *, hosts_up: int, ranks_up: int, is_ending: bool) -> None:
         """Tell what is due by ``now``."""
         self._screen.tick(now)
-        wait = self._startup.describe_wait() if now >= min(self._next_status, self._next_wait) else None
         if self._has_line and now >= self._next_status:
             self._next_status = now + _STATUS_S
-            self._screen.show_status(wait or self._status(now, hosts_up, ranks_up, is_ending=is_ending))
-        elif not self._has_line and now >= self._next_wait:
+            state = self._status(now, hosts_up, ranks_up, is_ending=is_ending)
+            self._screen.show_status(self._startup.describe_wait() or state)
+        elif not (self._has_line or self._quiet or is_ending) and now >= self._next_wait:
             self._next_wait = now + _NEXT_WAIT_S
-            if wait is not None and not self._quiet and not is_ending:
+            if (wait := self._startup.describe_wait()) is not None:
                 self._screen.say(wait)
 
     def read_progress(self) -> Progress | None:

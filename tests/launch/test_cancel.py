@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -27,7 +30,7 @@ ON_TERM = (
 STUBBORN = "signal.signal(signal.SIGTERM, lambda *_: touch(f'asked-{rank}'))\n"
 
 
-@pytest.mark.parametrize(("number", "expected"), [(2, 130), (15, 143), (1, 129)])
+@pytest.mark.parametrize(("number", "expected"), [(2, 130), (15, 143), (1, 129), (14, 142)])
 def test_cancelled(launch: Launch, tmp_path: Path, number: int, expected: int) -> None:
     launched = launch(python("subprocess.Popen(['sleep', '300'])\n" + WAIT))
     launched.wait_for_files(tmp_path, "ready-0", "ready-1")
@@ -218,6 +221,26 @@ def test_a_stopped_rank_is_stopped_for_good(launch: Launch, tmp_path: Path) -> N
     launched.process.send_signal(signal.SIGTERM)
     assert launched.wait()[0] == 143
     wait_until(lambda: not launched.alive(), "nothing left")
+
+
+def test_a_terminal_that_goes_away_is_a_hup_and_holds_nothing_up(launch: Launch, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    talk = (
+        "while True: print('x' * 100, flush=True); print('y', file=sys.stderr, flush=True); time.sleep(0.01)"
+    )
+    argv = [sys.executable, "-m", "dslaunch", "launch", "--num-gpus-per-node", "2", "--run-dir", "run"]
+    process = subprocess.Popen(
+        ["setsid", "--ctty", *argv, "--", *python(f"{ON_TERM}touch(f'ready-{{rank}}')\n{talk}")],
+        stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    while not (tmp_path / "ready-0").exists() or not (tmp_path / "ready-1").exists():
+        os.read(ours, 65536)
+    os.close(ours)
+    assert process.wait(60) == 75
+    signals = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert "SIGHUP" in [event["signal"] for event in signals if event["kind"] == "launcher_signal"]
+    assert (tmp_path / "checkpoint-1").exists()
 
 
 def test_only_the_launcher_hears_the_terminals_ctrl_c(launch: Launch, tmp_path: Path) -> None:

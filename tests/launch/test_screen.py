@@ -10,8 +10,11 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from dslaunch.core.events import JsonlWriter
 from dslaunch.core.plan import LaunchPlan
@@ -100,6 +103,30 @@ def states(run_dir: Path, ticks: Sequence[tuple[int, bool]]) -> list[str]:
         watch.tick(watch.deadline, hosts_up=1, ranks_up=ranks_up, is_ending=is_ending)
         metrics.write("train", step=12, loss=2.34567, tokens_per_s=12345.6)
     return screen.states
+
+
+class Asked(Startup):
+    """Counts how often all hosts that are waited for are gone through."""
+
+    num_asked = 0
+
+    def describe_wait(self) -> str | None:
+        self.num_asked += 1
+        return super().describe_wait()
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_waiting_hosts_are_gone_through_when_it_is_time_and_not_at_each_event(
+    tmp_path: Path, on_terminal: bool
+) -> None:
+    plan = LaunchPlan(argv=("x",), topology=local_topology(8), run_dir=str(tmp_path), cwd="/")
+    start, screen = Asked(plan), Recorded(tmp_path)
+    screen.is_terminal = on_terminal
+    watch = Watch(plan, start, screen, own_worker=False)
+    now, end = time.monotonic(), watch.deadline + 0.1
+    for event in range(1000):
+        watch.tick(now + event * (end - now) / 1000, hosts_up=1, ranks_up=0, is_ending=False)
+    assert start.num_asked == 1
 
 
 def test_its_words(tmp_path: Path) -> None:

@@ -138,15 +138,31 @@ def test_a_host_that_loses_power(bed: Testbed, over: Over) -> None:
         bed.wait_until_up("node3")
 
 
-def test_a_cable_that_is_cut(bed: Testbed, over: Over, tmp_path: Path) -> None:
+def with_host_timeout(over: Over, bed: Testbed, seconds: float) -> Launched:
+    """A launch that waits, with another patience than the one that a command has."""
     dry = over(WAIT, "--dry-run", "--json")
     code, out, err = dry.wait()
     assert code == 0, err
     plan = json.loads(out)["plan"]
-    plan["launch"]["host_timeout_s"] = 3.0
+    plan["launch"]["host_timeout_s"] = seconds
     Path("plan.json").write_text(json.dumps(plan))
-    launched = Launched(["--plan", "plan.json"], None, run_dir=tmp_path / "run", prefix=bed.hub())
-    with launched:
+    return Launched(["--plan", "plan.json"], None, run_dir=Path("run").absolute(), prefix=bed.hub())
+
+
+def test_a_launcher_that_was_put_to_sleep_says_so(bed: Testbed, over: Over) -> None:
+    with with_host_timeout(over, bed, 3.0) as launched:
+        up(0, 1, 2)
+        launched.process.send_signal(signal.SIGSTOP)
+        nothing_left(bed)  # the agents took it for gone
+        launched.process.send_signal(signal.SIGCONT)
+        code, _, err = launched.wait()
+    assert code == 77
+    assert err.count("dslaunch: this launcher did not run for ") == 1
+    assert err.index("hosts take it for gone after 3 s\n") < err.index("its ranks are lost")
+
+
+def test_a_cable_that_is_cut(bed: Testbed, over: Over) -> None:
+    with with_host_timeout(over, bed, 3.0) as launched:
         up(0, 1, 2)
         bed.cut("node2")
         cut_at = time.monotonic()

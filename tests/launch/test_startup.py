@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -59,13 +60,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
 
 def test_a_cancel_starts_no_agent_again(start: Supervise) -> None:
     turned_away = "echo Connection refused >&2; sleep 2; exit 255"
-    old = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     begin = time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, 0.7)
-    try:
-        code, said = start(2, {"node2.invalid": turned_away})
-    finally:
-        signal.signal(signal.SIGALRM, old)
+    threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
+    code, said = start(2, {"node2.invalid": turned_away})
     assert code == 130
     assert "no rank was started" in said
     assert "trying again" not in said
