@@ -284,13 +284,11 @@ class _Launch:
 
     def _note_sleep(self, now: float) -> bool:
         """Say it where this process did not run for so long that hosts may have given it up."""
-        slept_s, limit_s = now - self.next_beat, self.plan.host_timeout_s
-        if slept_s <= limit_s / 2:
+        slept_s = now - self.next_beat
+        if slept_s <= self.plan.host_timeout_s / 2:
             return False
         self.next_beat = now
-        self._say(
-            f"this launcher did not run for {slept_s:.0f} s; hosts take it for gone after {limit_s:g} s"
-        )
+        self._say(f"this launcher did not run for {slept_s:.0f} s; hosts may have taken it for gone")
         return True
 
     def _lose(self, link: AgentLink, how: str) -> None:
@@ -390,8 +388,6 @@ class _Launch:
         self.links.close(lambda link: SLACK_S if link.done else grace_s)
         before = len(self.signals.pending)
         self.screen.close(lambda: len(self.signals.pending) > before)
-
-    # --- small things ---------------------------------------------------------------------------
 
     def _note_written(self, link: AgentLink, num_bytes: int) -> None:
         if link.note_written(num_bytes):  # in a writer's thread
