@@ -12,13 +12,13 @@ import click
 
 from dslaunch.cli import options
 from dslaunch.cli.talk import talk
+from dslaunch.core.errors import EXIT_NO, EXIT_OK
 
 if TYPE_CHECKING:
     from dslaunch.core.plan import RunPlan
     from dslaunch.launch.record import CommandPlan
 
 _REPORT = "report.json"
-_FOUND = (0, 1)  # the worker's exit codes with a report
 
 
 @click.command("replay")
@@ -47,17 +47,17 @@ def command(run_dir: Path, step: int | None, detect_anomaly: bool, as_json: bool
     replay = _replay_plan(plan, run_dir, step, detect_anomaly)
     code = _run(replay)
     path = Path(replay.launch.run_dir) / _REPORT
-    if code not in _FOUND or not path.is_file():
+    if code != EXIT_OK:
         return code
     report = json.loads(path.read_text(encoding="utf-8"))
     if as_json:
         click.echo(json.dumps(report, indent=2))
-        return code
-    from dslaunch.train.replay.describe import describe
+    else:
+        from dslaunch.train.replay.describe import describe
 
-    click.echo("\n".join(describe(report)))
-    talk(f"all of it is in {path}")
-    return code
+        click.echo("\n".join(describe(report)))
+        talk(f"all of it is in {path}")
+    return EXIT_OK if report["findings"] or report["sums"] else EXIT_NO
 
 
 def _load_plan(run_dir: Path) -> RunPlan:
@@ -65,6 +65,7 @@ def _load_plan(run_dir: Path) -> RunPlan:
     from dslaunch.core.errors import ConfigError
     from dslaunch.core.plan import RunPlan
     from dslaunch.core.run_dir import RunDir
+    from dslaunch.launch.claim import check_unused
     from dslaunch.launch.record import load_recorded_plan, move_plan
 
     path = RunDir(run_dir).plan
@@ -79,6 +80,7 @@ def _load_plan(run_dir: Path) -> RunPlan:
             f"{run_dir} holds the launch of a command of your own: only dslaunch's trainings can be replayed",
             hint=f"dslaunch diagnose {run_dir}/logs/rank-0.log says what its log tells",
         )
+    check_unused(run_dir)
     moved = move_plan(plan, run_dir.absolute())
     assert isinstance(moved, RunPlan)
     return moved

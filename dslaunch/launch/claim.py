@@ -50,7 +50,7 @@ def check_run_dir(path: Path, *, resume: bool) -> None:
                 f"{path} holds no run to resume: there is no plan.json in it",
                 hint="give the --run-dir of the run to go on with, or leave --resume out",
             )
-        _check_unused(path)
+        check_unused(path)
         return
     obstacle = find_obstacle(path)
     if obstacle is not None:
@@ -61,7 +61,8 @@ def check_run_dir(path: Path, *, resume: bool) -> None:
         )
 
 
-def _check_unused(path: Path) -> None:
+def check_unused(path: Path) -> None:
+    """Raises ConfigError where a launch is going on in the run directory ``path``."""
     lock = path / ".lock"
     try:
         if is_held(lock):

@@ -44,8 +44,12 @@ def keep_and_trace(job: Job, recent: RecentSteps, error: Diverged) -> None:
         folder = _keep(job, window, error, has_weights=has_weights)
         if folder is not None:
             error.hint = _with_replay(error.hint, job)
-            if job.plan.watch.on_nonfinite == "trace" and has_weights:
-                _trace(job, window, folder)
+            if job.plan.watch.on_nonfinite != "trace":
+                return
+            if not has_weights:
+                job.report.say("not traced here: a step since then has changed the weights; replay goes back")
+                return
+            _trace(job, window, folder)
     except Exception as problem:
         job.report.say(f"the step could not be kept for dslaunch replay: {one_line(problem)}")
 

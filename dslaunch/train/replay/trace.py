@@ -62,7 +62,7 @@ class Trace:
             "broken_weights": broken,
         }
         if not any(firsts):
-            return to_jsonable({**report, "findings": [], "sums": self._largest_sums()})
+            return to_jsonable({**report, "findings": [], "sums": self._sums_too_large()})
         if "backward" in firsts and self._window.loss_scale != 1:
             self._compare("unscaled", loss_scale=1.0)
         self._bisect()
@@ -174,17 +174,17 @@ class Trace:
                 found.setdefault(weight["name"], weight)
         return list(found.values())
 
-    def _largest_sums(self) -> list[dict[str, Any]]:
-        """Where each micro-batch is finite by itself: the gradients whose sum may be too large."""
+    def _sums_too_large(self) -> list[dict[str, Any]]:
+        """Where each micro-batch is finite by itself: the gradients whose sum may not fit fp16."""
         totals: dict[str, float] = {}
         for of_rank in gather_objects(self._sums):
             for name, value in of_rank.items():
                 totals[name] = totals.get(name, 0.0) + value
-        largest = sorted(totals, key=lambda name: -totals[name])[:3]
         limit = torch.finfo(torch.float16).max
-        return [
-            {"parameter": name, "absmax_of_sum_at_most": totals[name], "limit": limit} for name in largest
-        ]
+        if self._passes.precision != "fp16":
+            return []
+        largest = sorted((name for name in totals if totals[name] > limit), key=lambda name: -totals[name])
+        return [{"parameter": p, "absmax_of_sum_at_most": totals[p], "limit": limit} for p in largest[:3]]
 
     def _finding(self, broken: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         found = self._found

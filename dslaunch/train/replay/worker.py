@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dslaunch.core.errors import EXIT_CANCELLED_INT, EXIT_NO, EXIT_OK, ConfigError
+from dslaunch.core.errors import EXIT_CANCELLED_INT, EXIT_OK, ConfigError
 from dslaunch.core.events import utc_now
 from dslaunch.core.plan import RunPlan, load_run_plan
 from dslaunch.core.run_dir import RunDir
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this rank; returns its exit code: 0 when something was found, 1 when all was finite."""
+    """Run this rank; returns its exit code. Errors are sentences, never a traceback."""
     since = utc_now()
     arguments = _parse_arguments(argv)
     log_dir: Path = arguments.report.parent
@@ -56,7 +56,7 @@ def run_rank(plan: RunPlan, step: int, report_path: Path, *, detect_anomaly: boo
 
         atomic.write_json(report_path, report)
     shutdown()
-    return EXIT_OK if report["findings"] else EXIT_NO
+    return EXIT_OK
 
 
 def replay_rank(plan: RunPlan, world: World, step: int, *, detect_anomaly: bool = False) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from dslaunch.cli.main import main
 from dslaunch.core.plan import RunPlan, WatchPlan
 from dslaunch.core.run_dir import RunDir
+from dslaunch.launch.record import hold_run_dir
 from dslaunch.train.data.order import seeded_permutation
 from tests.support.plans import LORA, make_plan, read_rows, save_plan, write_questions
 from tests.support.ranks import check_ranks, run_ranks
@@ -107,6 +108,22 @@ def test_the_command_replays_it(broken_run: BrokenRun, ops_dir: Path) -> None:
     assert report["findings"][0]["module"] == EMBEDDING
     assert json.loads((broken_run.run_dir.path / "replays/step-3/report.json").read_text()) == report
     assert "Traceback" not in done.stderr
+
+
+def test_a_step_that_went_well_is_reached_and_has_no_culprit(broken_run: BrokenRun, ops_dir: Path) -> None:
+    argv = [sys.executable, "-m", "dslaunch", "replay", str(broken_run.run_dir.path), "--step", "2"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=os.environ)
+    assert done.returncode == 1, done.stderr
+    assert "nothing went inf or nan this time" in done.stdout
+    assert "resuming at step 1 of 9" in done.stderr and "failed" not in done.stderr
+
+
+def test_a_run_that_goes_on_is_not_replayed(
+    broken_run: BrokenRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with hold_run_dir(broken_run.run_dir.path):
+        assert main(["replay", str(broken_run.run_dir.path)]) == 2
+    assert "is still going on" in capsys.readouterr().err
 
 
 def test_diagnose_points_to_it(broken_run: BrokenRun, capsys: pytest.CaptureFixture[str]) -> None:
