@@ -156,6 +156,7 @@ class _Parts:
             allow_pickle=spec.allow_pickle,
             attn_implementation=spec.attn_implementation,
             gradient_checkpointing=spec.gradient_checkpointing,
+            new_tokens=tuple(dict.fromkeys(spec.new_tokens)),
         )
 
     def data(self) -> DataPlan:

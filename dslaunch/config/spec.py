@@ -68,6 +68,9 @@ class AdapterSpec(Section):
     )
     use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r).")
     modules_to_save: Names = Field((), description="Modules to train in full besides.")
+    trainable_token_indices: tuple[NonNegativeInt, ...] = Field(
+        (), description="Ids of tokens whose rows of the embedding are trained besides."
+    )
 
 
 class SchedulerSpec(Section):

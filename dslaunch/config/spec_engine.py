@@ -67,6 +67,11 @@ class ModelSpec(Section):
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about 1/3 more time."
     )
+    new_tokens: Names = Field(
+        (),
+        description="Special tokens to add: tokenizer, embedding, head and config grow together. Their rows"
+        " begin at the mean of the others and are trained, under an adapter they alone.",
+    )
     quantization_config: QuantizationSpec | None = Field(
         None, description="Keep the frozen weights in 4 or 8 bit, for adapters."
     )

@@ -19,6 +19,8 @@ _KEYS = {
     "scheduler.name": "scheduler.type",
 }
 _NAMES = {
+    "add_special_tokens": "model.new_tokens",
+    "add_tokens": "model.new_tokens",
     "attn_impl": "model.attn_implementation",
     "batch_size": "train_batch_size",
     "betas": "optimizer.params.betas",
@@ -57,6 +59,7 @@ _NAMES = {
     "model_name": "model.path",
     "model_name_or_path": "model.path",
     "nproc_per_node": "cluster.num_gpus_per_node",
+    "new_special_tokens": "model.new_tokens",
     "num_epochs": "num_train_epochs",
     "num_gpus": "cluster.num_gpus_per_node",
     "num_processes": "cluster.num_gpus_per_node",

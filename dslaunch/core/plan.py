@@ -79,6 +79,7 @@ class ModelPlan:
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     gradient_checkpointing: bool = False
     quantization_config: QuantizationPlan | None = None
+    new_tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,7 @@ class AdapterPlan:
     target_modules: tuple[str, ...]  # ("all-linear",) for every linear layer but the head
     use_rslora: bool = False
     modules_to_save: tuple[str, ...] = ()
+    trainable_token_indices: tuple[int, ...] = ()  # rows of the embedding; those of new tokens besides
 
 
 @dataclass(frozen=True, kw_only=True)

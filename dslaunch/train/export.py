@@ -24,6 +24,7 @@ from dslaunch.train.adapters import lora_config
 from dslaunch.train.checkpoint.record import read_record
 from dslaunch.train.fp32_modules import fp32_names, to_dtype
 from dslaunch.train.model import DTYPES, load_base_model, load_config, load_tokenizer, model_source
+from dslaunch.train.new_tokens import grow_vocabulary, ids_of, rows_to_train
 from dslaunch.train.publish import new_directory
 from dslaunch.train.quantization import QUANTIZATION_FILE, bitsandbytes_config, dequantised
 from dslaunch.train.weights import TrainedWeights, check_tensors, find_checkpoint, load_trained_weights
@@ -71,6 +72,7 @@ class _Trained:
     model: ModelPlan
     adapter: AdapterPlan | None
     dtype: torch.dtype
+    tokenizer: Any
     fp32_modules: tuple[str, ...] = ()
 
     @property
@@ -106,7 +108,7 @@ def export_checkpoint(
         output.parent.mkdir(parents=True, exist_ok=True)
         with new_directory(output) as scratch:
             drift = _write_weights(trained, scratch, merge=merge, onto_original=onto_original)
-            load_tokenizer(trained.model, trained.dtype).save_pretrained(scratch)
+            trained.tokenizer.save_pretrained(scratch)
             shapes = _written_shapes(scratch)
     except OSError as error:
         raise EnvironmentNotReady(f"cannot write {output}: {error.strerror or error}") from error
@@ -130,7 +132,9 @@ def _read_trained(checkpoint: Path) -> _Trained:
     weights = load_trained_weights(checkpoint)
     record = read_record(weights.manifest.extra, f"{checkpoint}/manifest.json extra")
     fp32_modules = () if record.precision == "fp32" else record.fp32_modules
-    return _Trained(weights, record.model, record.adapter, DTYPES[record.precision], fp32_modules)
+    dtype = DTYPES[record.precision]
+    tokenizer = load_tokenizer(record.model, dtype)
+    return _Trained(weights, record.model, record.adapter, dtype, tokenizer, fp32_modules)
 
 
 def _check_original(trained: _Trained, merge: bool) -> None:
@@ -163,14 +167,16 @@ def _write_adapter(trained: _Trained, adapter: AdapterPlan, out: Path) -> None:
     from peft import get_peft_model_state_dict
 
     tensors = dict(trained.weights.tensors)
-    wrapped = _wrap(_skeleton(trained), adapter)
+    wrapped = _wrap(trained, _skeleton(trained), adapter)
     check_tensors(tensors, _trainable_shapes(wrapped), trained.where)
     config = wrapped.peft_config["default"]
     config.base_model_name_or_path = trained.model.path
     config.revision = trained.model.revision
     wrapped.save_pretrained(out, state_dict=tensors, save_embedding_layers=False)
     if trained.model.quantization_config is not None:
-        how = bitsandbytes_config(trained.model.quantization_config, trained.dtype)
+        # What the codes are packed in changes none of them, and bytes go with every type.
+        plan = dataclasses.replace(trained.model.quantization_config, bnb_4bit_quant_storage="uint8")
+        how = bitsandbytes_config(plan, trained.dtype)
         write_json(out / QUANTIZATION_FILE, how.to_dict())
     # peft writes a model card with nothing in it.
     (out / "README.md").unlink(missing_ok=True)
@@ -215,9 +221,11 @@ def _write_merged_model(
 def _adapted_base(trained: _Trained, adapter: AdapterPlan, model: ModelPlan) -> tuple[Any, bool]:
     """The base in fp32 with the trained adapter, and whether its head and embedding were one."""
     base = load_base_model(model, trained.dtype, trained.fp32_modules)
+    if model.new_tokens:
+        grow_vocabulary(base, trained.tokenizer, model.new_tokens)
     base = dequantised(base, torch.float32) if model.quantization_config else base.float()
     was_one = _part_head_from_embedding(base)
-    wrapped = _wrap(base, adapter).eval()
+    wrapped = _wrap(trained, base, adapter).eval()
     check_tensors(trained.weights.tensors, _trainable_shapes(wrapped), trained.where)
     wrapped.load_state_dict(dict(trained.weights.tensors), strict=False)  # the rest is in the base
     return wrapped, was_one
@@ -269,14 +277,18 @@ def _skeleton(trained: _Trained) -> Any:
     config = AutoConfig.from_pretrained(
         model_source(plan, trained.dtype), revision=plan.revision, trust_remote_code=plan.trust_remote_code
     )
+    if plan.new_tokens:
+        text = config.get_text_config()
+        text.vocab_size = max(text.vocab_size, len(trained.tokenizer))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=plan.trust_remote_code)
 
 
-def _wrap(model: Any, adapter: AdapterPlan) -> Any:
+def _wrap(trained: _Trained, model: Any, adapter: AdapterPlan) -> Any:
     from peft import get_peft_model
 
-    return get_peft_model(model, lora_config(adapter), autocast_adapter_dtype=False)
+    rows = rows_to_train(model, adapter, ids_of(trained.tokenizer, trained.model.new_tokens))
+    return get_peft_model(model, lora_config(adapter, rows), autocast_adapter_dtype=False)
 
 
 def _trainable_shapes(model: Any) -> dict[str, tuple[int, ...]]:

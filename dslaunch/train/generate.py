@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ from dslaunch.core.errors import ConfigError, DslaunchError, one_line
 from dslaunch.core.model_path import model_kind
 from dslaunch.core.plan import ModelPlan, QuantizationPlan
 from dslaunch.core.quantised_model import plan_on_disk
+from dslaunch.train.fp32_modules import set_dtypes
 from dslaunch.train.hub import check_hub_model
 from dslaunch.train.model import check_vocabulary, load_base_model, load_config, load_tokenizer
 from dslaunch.train.quantization import QUANTIZATION_FILE, check_rows
@@ -66,11 +67,20 @@ def load_generator(path: str, *, trust_remote_code: bool = False) -> Generator:
     base = replace(base, quantization_config=_quantization(directory, base))
     model = load_base_model(base, dtype)
     check_rows(model)
+    if adapter is not None and own is not None:
+        _grow_for(model, tokenizer, adapter)
     check_vocabulary(model, tokenizer, base.path)
     if adapter is not None:
         model = _with_adapter(model, directory, dtype)
     model.config.use_cache = True
     return Generator(model.to(device).eval(), tokenizer, end_token_ids(model, tokenizer))
+
+
+def _grow_for(model: Any, tokenizer: Any, adapter: Mapping[str, Any]) -> None:
+    """Make room for new tokens whose rows the adapter brings."""
+    brings = adapter.get("trainable_token_indices") or adapter.get("modules_to_save")
+    if brings and len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 
 def _quantization(directory: Path, base: ModelPlan) -> QuantizationPlan | None:
@@ -221,7 +231,9 @@ def _with_adapter(model: Any, directory: Path, dtype: torch.dtype) -> Any:
     if not (directory / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{directory} holds an adapter_config.json but no adapter_model.safetensors")
     try:
-        return PeftModel.from_pretrained(model, str(directory)).to(dtype)
+        adapted = PeftModel.from_pretrained(model, str(directory))
+        set_dtypes(adapted, dtype)
+        return adapted
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"the adapter in {directory} does not fit its base model: {one_line(error)}"

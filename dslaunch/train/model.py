@@ -22,6 +22,7 @@ from dslaunch.train.adapters import add_adapter
 from dslaunch.train.fp32_modules import Fp32Modules, loaded_in_fp32, set_dtypes
 from dslaunch.train.gguf import convert_gguf
 from dslaunch.train.hub import check_hub_model, has_no_answer, no_answer
+from dslaunch.train.new_tokens import add_new_tokens, grow_vocabulary, ids_of
 from dslaunch.train.quantization import (
     check_rows,
     check_trained_whole,
@@ -92,6 +93,7 @@ def load_tokenizer(model: ModelPlan, dtype: torch.dtype) -> Any:
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"the tokenizer of {source} has neither a pad nor an end-of-text token")
         tokenizer.pad_token = tokenizer.eos_token
+    add_new_tokens(tokenizer, model.new_tokens)
     return tokenizer
 
 
@@ -159,13 +161,16 @@ def load_model(plan: RunPlan, tokenizer: Any) -> LoadedModel:
     model = load_base_model(plan.model, dtype, patterns)
     if plan.zero_stage == 3 and plan.model.quantization_config is None:
         _check_partitioned(model, plan.model.path)  # quantised weights DeepSpeed partitions itself
-    check_vocabulary(model, tokenizer, plan.model.path)
     notes: list[str] = []
+    if plan.model.new_tokens:
+        notes.append(grow_vocabulary(model, tokenizer, plan.model.new_tokens))
+        torch.manual_seed(plan.seed)  # growing has drawn numbers, at stage 3 more of them
+    check_vocabulary(model, tokenizer, plan.model.path)
     if plan.model.quantization_config is not None:
         check_rows(model)
         notes.append(f"frozen weights are kept in {plan.model.quantization_config}")
     if plan.adapter is not None:
-        model, note = add_adapter(model, plan.adapter)
+        model, note = add_adapter(model, plan.adapter, ids_of(tokenizer, plan.model.new_tokens))
         notes.append(note)
     if plan.model.gradient_checkpointing:
         _enable_gradient_checkpointing(model)

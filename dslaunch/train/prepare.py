@@ -37,6 +37,7 @@ from dslaunch.train.embedding_noise import EmbeddingNoise
 from dslaunch.train.engine import TorchSettings, TrainingEngine, initialize, initialize_torch
 from dslaunch.train.loop import Job
 from dslaunch.train.model import DTYPES, LoadedModel, load_model, load_tokenizer
+from dslaunch.train.new_tokens import unused_tokens
 from dslaunch.train.objectives.sft import SftObjective
 from dslaunch.train.optimizers import build_optimizer, build_torch_optimizer, parameter_groups
 from dslaunch.train.report import Report
@@ -74,6 +75,8 @@ def load_inputs(plan: RunPlan, world: World) -> Inputs:
     """
     tokenizer = load_tokenizer(plan.model, DTYPES[plan.precision])
     train = _load_corpus(plan, plan.data.train, "training", tokenizer, world)
+    for line in unused_tokens(train.dataset, tokenizer, plan.model.new_tokens):
+        say(world, f"warning: {line}")
     evaluation = _load_corpus(plan, plan.data.eval, "held-out", tokenizer, world) if plan.data.eval else None
     schedule = _build_schedule(plan, len(train))
     return Inputs(

@@ -26,8 +26,9 @@ def adapter_tensors(
     target_modules: Sequence[str] = (ALL_LINEAR,),
     dora: bool = False,
     modules_to_save: Sequence[str] = (),
+    trained_rows: int = 0,
 ) -> tuple[Tensor, ...]:
-    """What an adapter trains, in the order of ``model.parameters()``.
+    """What an adapter trains, in the order of ``model.parameters()``; ``trained_rows``: of tokens besides.
 
     Raises ConfigError where a name in ``target_modules`` matches no layer.
     """
@@ -36,7 +37,9 @@ def adapter_tensors(
     for target in (*target_modules, *modules_to_save):
         if target != ALL_LINEAR and not any(_matches(module, target) for module in modules):
             _fail(target, sorted({name.split(".")[-2] for name in linear}))
-    return tuple(_trained(facts, linear, r, target_modules, dora, modules_to_save))
+    found = tuple(_trained(facts, linear, r, target_modules, dora, modules_to_save))
+    rows = Tensor("embedding.trainable_tokens_delta", (trained_rows, facts.dims.hidden))
+    return (rows, *found) if trained_rows else found
 
 
 def linear_weights(facts: ModelFacts) -> tuple[Tensor, ...]:

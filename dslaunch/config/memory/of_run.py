@@ -74,6 +74,7 @@ def setup_of_run(plan: RunPlan, facts: ModelFacts) -> Setup:
         attention=_ATTENTION[plan.model.attn_implementation],
         fp32_modules=plan.fp32_modules,
         quantization=plan.model.quantization_config,
+        new_tokens=len(plan.model.new_tokens),
     )
 
 
@@ -98,6 +99,7 @@ def setup_of_spec(
         attention=_ATTENTION[spec.model.attn_implementation],
         fp32_modules=spec.fp32_modules,
         quantization=assumed_quantization(spec.model.quantization_config),
+        new_tokens=len(spec.model.new_tokens),
     )
 
 
@@ -119,6 +121,7 @@ def _worker_setup(
     attention: Attention,
     fp32_modules: Sequence[str],
     quantization: QuantizationPlan | None,
+    new_tokens: int,
 ) -> Setup:
     """Our worker runs 16-bit stage 0 as stage 1 (docs/upstream.md).
 
@@ -136,6 +139,7 @@ def _worker_setup(
             target_modules=adapter.target_modules,
             dora=adapter.type == "dora",
             modules_to_save=adapter.modules_to_save,
+            trained_rows=len(adapter.trainable_token_indices) + new_tokens * (1 if facts.tied else 2),
         )
     stage_0_as_1 = zero_stage == 0 and e == 2 and not alone
     several = batch.gradient_accumulation_steps > 1

@@ -61,6 +61,11 @@ class ModelFacts:
     def numel(self) -> int:
         return total(self.tensors)
 
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and output head are one weight."""
+        return not any(tensor.name in ("lm_head.weight", "embed_out.weight") for tensor in self.tensors)
+
 
 def total(tensors: Iterable[Tensor]) -> int:
     """Elements of all tensors together."""
