@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dslaunch.config.report import Report
+from dslaunch.config.spec import RunSpec
 from dslaunch.core.data_files import JSON_LINES
 from dslaunch.core.plan import DataSource, RunPlan
 from dslaunch.core.training_length import decay_steps, total_steps, warmup_steps
@@ -26,6 +28,20 @@ class RunLength:
     exact: bool
     reason: str
     warmup_reason: str
+
+
+def resolve_length(spec: RunSpec, report: Report) -> tuple[float | None, int | None]:
+    """(num_train_epochs, max_steps): exactly one is set. Both given is a problem for ``report``."""
+    if spec.num_train_epochs is not None and spec.max_steps is not None:
+        report.fail("max_steps", "max_steps and num_train_epochs are both given", "keep one of the two")
+    if spec.max_steps is not None:
+        report.reason("num_train_epochs", "max_steps is given")
+        return None, spec.max_steps
+    report.reason("max_steps", "from the data and num_train_epochs")
+    if spec.num_train_epochs is None:
+        report.reason("num_train_epochs", "neither num_train_epochs nor max_steps is given", "default")
+        return 1.0, None
+    return float(spec.num_train_epochs), None
 
 
 def length_of_run(plan: RunPlan) -> RunLength:

@@ -10,6 +10,7 @@ from dslaunch.config.engine_plan import resolve_engine
 from dslaunch.config.facts import Facts
 from dslaunch.config.fp32_modules import check_fp32_modules
 from dslaunch.config.hosts import ResolvedHosts, choose_via
+from dslaunch.config.length import resolve_length
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.origins import build_origins
 from dslaunch.config.paths import check_data_file, check_hub_id, fail_missing
@@ -79,7 +80,7 @@ def resolve_into(
     adapter = _adapter(loaded.spec.adapter, report)
     if engine is not None:
         check_fp32_modules(loaded.spec, engine[0].precision, report)
-    epochs, steps = _length(loaded.spec, report)
+    epochs, steps = resolve_length(loaded.spec, report)
     scheduler = _scheduler(loaded.spec, report)
     output = _output(loaded.spec, report)
     check_env(loaded.spec.launch, report)
@@ -310,19 +311,6 @@ def _adapter(spec: AdapterSpec | None, report: Report) -> AdapterPlan | None:
     values = dict(spec)
     values["lora_alpha"] = float(spec.lora_alpha)
     return AdapterPlan(**values)
-
-
-def _length(spec: RunSpec, report: Report) -> tuple[float | None, int | None]:
-    if spec.num_train_epochs is not None and spec.max_steps is not None:
-        report.fail("max_steps", "max_steps and num_train_epochs are both given", "keep one of the two")
-    if spec.max_steps is not None:
-        report.reason("num_train_epochs", "max_steps is given")
-        return None, spec.max_steps
-    report.reason("max_steps", "from the data and num_train_epochs")
-    if spec.num_train_epochs is None:
-        report.reason("num_train_epochs", "neither num_train_epochs nor max_steps is given", "default")
-        return 1.0, None
-    return float(spec.num_train_epochs), None
 
 
 def _scheduler(spec: RunSpec, report: Report) -> SchedulerPlan:
