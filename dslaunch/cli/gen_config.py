@@ -69,6 +69,7 @@ def _render(
 
     length = {name: flags.pop(name) for name in _LENGTH}
     gc.disable()  # a fraction of a second to live: collecting would only walk the imported modules
+    from dslaunch.cli.settle import settle_auto
     from dslaunch.config.engine_plan import check_for_own_script, resolve_engine
     from dslaunch.config.facts import probe_facts
     from dslaunch.config.load import load_flags
@@ -89,7 +90,7 @@ def _render(
             hint="dslaunch plan shows what it resolves to; for the JSON add --set engine=deepspeed",
         )
     facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
-    loaded = options.settle_auto(loaded, facts, training)
+    loaded = settle_auto(loaded, facts, training, for_json=True)
     report = Report(loaded, notes=list(loaded.notes))
     engine = resolve_engine(report, facts)
     check_written_paths(report, facts)

@@ -13,10 +13,8 @@ import click
 from dslaunch.cli.talk import note
 
 if TYPE_CHECKING:
-    from dslaunch.config.facts import Facts
     from dslaunch.config.load import LoadedSpec
     from dslaunch.config.overrides import Override
-    from dslaunch.core.errors import ConfigError
     from dslaunch.core.plan import ContainerPlan, RunPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -291,6 +289,7 @@ def load_and_resolve_with_spec(
     run_file: str, *, set_: tuple[str, ...] = (), run_dir: str | None = None, **flags: Any
 ) -> tuple[RunPlan, LoadedSpec[Any]]:
     """The same, with what the run file itself says."""
+    from dslaunch.cli.settle import settle_auto
     from dslaunch.config.facts import probe_facts
     from dslaunch.config.resolve import resolve
 
@@ -317,35 +316,6 @@ def load_run_spec(run_file: str, set_: tuple[str, ...], flags: Mapping[str, Any]
         return load_run_file(Path(run_file), set_, overrides)
     text = decode(sys.stdin.buffer.read(), "<stdin>")
     return load_run_file(Path("<stdin>"), set_, overrides, text=text)
-
-
-def settle_auto(
-    loaded: LoadedSpec[Any], facts: Facts, training: Mapping[str, Any] | None = None
-) -> LoadedSpec[Any]:
-    """``loaded`` without an ``auto`` in zero_optimization.
-
-    ``training``: the flags of :func:`training_options`, where there is no run file.
-    Raises ConfigError where the model or the devices are not known here, or nothing fits.
-    """
-    from dslaunch.config.zero import auto_keys
-
-    if not auto_keys(loaded.spec):
-        for name in training or ():
-            raise _without_auto(name)
-        return loaded
-    from dslaunch.cli.plan_memory import model_facts, training_of
-    from dslaunch.config.zero_auto import settle_zero
-
-    return settle_zero(loaded, facts, model_facts(loaded, facts), training_of(training or {}))
-
-
-def _without_auto(flag: str) -> ConfigError:
-    from dslaunch.core.errors import ConfigError
-
-    return ConfigError(
-        f"--{flag.replace('_', '-')} is not in the DeepSpeed JSON: it only helps to choose a stage",
-        hint="add --zero-stage auto, or leave it out",
-    )
 
 
 def show_notes(notes: tuple[str, ...]) -> None:

@@ -78,7 +78,7 @@ def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:
         raise ConfigError(
             f"{loaded.where('model.path')}{key} auto: the size of {model.path} is not known here:"
             " it is not on this machine",
-            hint="download it first, or set the stage and the offload yourself",
+            hint="download it first, or set the value yourself",
         )
     return _load(path)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.spec import RunSpec
@@ -24,6 +25,13 @@ from dslaunch.core.topology import Host, is_this_machine
 
 _NO_DATA = "has none of the endings that are read as data"
 _MAX_LINES = 2000  # of a hostfile that is read line by line for all that is wrong with it
+
+
+class ModelAttention(NamedTuple):
+    """What a local model's config.json says that attention depends on. ``type``: its model_type."""
+
+    type: str | None = None
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class Facts:
     paths: Mapping[str, PathFact] = field(default_factory=dict)
     model_dtype: str | None = None
     model_quantization: Mapping[str, Any] | None = None  # the block of config.json, where it has one
+    model_attention: ModelAttention = field(default_factory=ModelAttention)
+    flash_attn: bool = False  # whether this Python has it
     hostfile_problem: ConfigError | None = None
     host_memory_bytes: int | None = None  # RAM of this machine that we may use
     allocation: Allocation | None = None
@@ -121,6 +131,8 @@ def probe_facts(loaded: LoadedSpec[Any], *, cwd: Path, environ: Mapping[str, str
         paths=paths,
         model_dtype=model_dtype(Path(model.absolute)) if model and model.kind != "missing" else None,
         model_quantization=model_quantization(Path(model.absolute)) if model else None,
+        model_attention=model_attention(model.absolute if model and model.kind != "missing" else None),
+        flash_attn=importlib.util.find_spec("flash_attn") is not None,
         hostfile_problem=problem,
         host_memory_bytes=local_memory_bytes(),
         allocation=allocation,
@@ -318,28 +330,35 @@ def _may_be_model_or_data(entry: os.DirEntry[str]) -> bool:
 
 def model_dtype(path: Path) -> str | None:
     """The type of the weights by config.json, given as it or its directory; None where it says nothing."""
-    config = _model_config(path)
-    for section in (config, config.get("text_config")):
-        if isinstance(section, dict) and isinstance(
-            value := section.get("dtype", section.get("torch_dtype")), str
-        ):
+    for section in _config_sections(path):
+        if isinstance(value := section.get("dtype", section.get("torch_dtype")), str):
             return value
     return None
 
 
 def model_quantization(path: Path) -> Mapping[str, Any] | None:
     """What config.json says of weights that are quantised on disk; None where they are not."""
-    block = _model_config(path).get("quantization_config")
-    return block if isinstance(block, dict) else None
+    blocks = [section.get("quantization_config") for section in _config_sections(path)[:1]]
+    return next((block for block in blocks if isinstance(block, dict)), None)
 
 
-def _model_config(path: Path) -> dict[str, Any]:
-    """config.json, given as it or its directory; empty where there is none to be read."""
+def model_attention(path: str | None) -> ModelAttention:
+    """What config.json of a local model says of its attention; nothing for None."""
+    for section in _config_sections(Path(path)) if path is not None else ():
+        kind, dropout = section.get("model_type"), section.get("attention_dropout")
+        if isinstance(kind, str):
+            return ModelAttention(kind, float(dropout) if isinstance(dropout, (int, float)) else 0.0)
+    return ModelAttention()
+
+
+def _config_sections(path: Path) -> list[dict[str, Any]]:
+    """config.json, given as it or its directory, and the part of it about text."""
     file = path / "config.json" if path.is_dir() else path
     if file.suffix != ".json":
-        return {}
+        return []
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # the worker reports a broken model directory, here it is only advice
-    return config if isinstance(config, dict) else {}
+        return []  # the worker reports a broken model directory, here it is only advice
+    sections = (config, config.get("text_config")) if isinstance(config, dict) else ()
+    return [section for section in sections if isinstance(section, dict)]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from dslaunch.config.attention import resolve_attention
 from dslaunch.config.engine_plan import resolve_engine
 from dslaunch.config.facts import Facts
 from dslaunch.config.fp32_modules import check_fp32_modules
@@ -30,7 +31,6 @@ from dslaunch.core.plan import (
     LaunchPlan,
     ModelPlan,
     OutputPlan,
-    Precision,
     RunPlan,
     SchedulerPlan,
     Via,
@@ -75,8 +75,12 @@ def resolve_into(
     parts = _Parts(report, facts)
     model, data, interpreter = parts.model(), parts.data(), parts.interpreter(python)
     if engine is not None:
-        _check_attention(model, engine[0].precision, engine[1].device_type, report)
-        model = replace(model, quantization_config=settle_quantization(report, facts, *engine))
+        attention = resolve_attention(loaded.spec, engine[0].precision, engine[1], facts, report)
+        model = replace(
+            model,
+            attn_implementation=attention,
+            quantization_config=settle_quantization(report, facts, *engine),
+        )
     adapter = _adapter(loaded.spec.adapter, report)
     if engine is not None:
         check_fp32_modules(loaded.spec, engine[0].precision, report)
@@ -155,8 +159,7 @@ class _Parts:
             chat_template=self.existing_file("model.chat_template", spec.chat_template),
             trust_remote_code=spec.trust_remote_code,
             allow_pickle=spec.allow_pickle,
-            attn_implementation=spec.attn_implementation,
-            gradient_checkpointing=spec.gradient_checkpointing,
+            gradient_checkpointing=spec.gradient_checkpointing is True,  # auto is settled by now
             new_tokens=tuple(dict.fromkeys(spec.new_tokens)),
         )
 
@@ -288,20 +291,6 @@ def _via(asked: Literal["auto"] | Via, hosts: ResolvedHosts, facts: Facts, repor
     if via != "local":
         report.note(f"launch.via {via}: {reason}")
     return via
-
-
-def _check_attention(model: ModelPlan, precision: Precision, device_type: str, report: Report) -> None:
-    if model.attn_implementation != "flash_attention_2":
-        return
-    key = "model.attn_implementation"
-    if device_type == "cpu":
-        report.fail(key, f"{key} flash_attention_2 does not run on a CPU", "use sdpa")
-    elif precision == "fp32":
-        report.fail(
-            key,
-            f"{key} flash_attention_2 computes in bf16 and fp16 only, and precision is fp32",
-            "use sdpa, or precision bf16",
-        )
 
 
 def _adapter(spec: AdapterSpec | None, report: Report) -> AdapterPlan | None:

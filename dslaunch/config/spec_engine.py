@@ -61,11 +61,13 @@ class ModelSpec(Section):
     chat_template: Text | None = Field(None, description="Jinja file to use in place of the tokenizer's own.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
     allow_pickle: bool = Field(False, description="Load weights that need unpickling (`.bin`, `.pt`).")
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        "sdpa", description="Attention backend of transformers."
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+        "auto", description="Attention backend of transformers; `auto` chooses and says why."
     )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, about 1/3 more time."
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        False,
+        description="Recompute activations in the backward pass: less memory, about 1/3 more time. `auto`:"
+        " where the memory plan needs it.",
     )
     new_tokens: Names = Field(
         (),

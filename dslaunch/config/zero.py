@@ -6,6 +6,7 @@ from typing import Any
 
 from dslaunch.config.facts import Facts
 from dslaunch.config.report import Report
+from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec, OffloadSpec, ZeroSpec
 from dslaunch.config.without_deepspeed import uses_torch
 
@@ -29,11 +30,18 @@ ACTING_STAGES: dict[str, tuple[int, ...]] = {
 }
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
+CHECKPOINTING = "model.gradient_checkpointing"
 OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def auto_keys(spec: EngineSpec) -> list[str]:
-    """The keys of the run file that leave their value to the memory plan; none without DeepSpeed."""
+    """The keys of the run file that leave their value to the memory plan; of ZeRO none without DeepSpeed."""
+    recompute = isinstance(spec, RunSpec) and spec.model.gradient_checkpointing == "auto"
+    return [*auto_zero_keys(spec), *([CHECKPOINTING] if recompute else [])]
+
+
+def auto_zero_keys(spec: EngineSpec) -> list[str]:
+    """Those of them that the DeepSpeed JSON depends on."""
     if uses_torch(spec):
         return []
     zero = spec.zero_optimization

@@ -1,4 +1,4 @@
-"""zero_optimization's ``auto``: the lowest stage, and the least offload, that fits by the memory plan."""
+"""What the memory plan chooses for ``auto``: a stage, offload, and gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from dslaunch.config.attention import choose_attention
 from dslaunch.config.engine_plan import EnginePlan, resolve_engine
 from dslaunch.config.facts import Facts
 from dslaunch.config.fp32_modules import check_fp32_modules
@@ -19,7 +20,7 @@ from dslaunch.config.render import render_ds_config
 from dslaunch.config.report import Report
 from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec, OffloadSpec, ZeroSpec
-from dslaunch.config.zero import OFFLOADS, auto_keys, offload_device
+from dslaunch.config.zero import CHECKPOINTING, OFFLOADS, auto_keys, auto_zero_keys, offload_device
 from dslaunch.core.batch_size import MICRO
 from dslaunch.core.errors import ConfigError
 
@@ -35,11 +36,15 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class _Tried(Generic[S]):
-    """A candidate with its memory plan. ``micro``: a smaller micro-batch than the default one."""
+    """A candidate with its memory plan. ``micro``: a smaller micro-batch than the default one.
+
+    ``recompute``: the choice for gradient checkpointing; None where there is none.
+    """
 
     trial: LoadedSpec[S]
     zero: ZeroSpec
     micro: int | None
+    recompute: bool | None
     setup: Setup
     plan: MemoryPlan
 
@@ -47,18 +52,21 @@ class _Tried(Generic[S]):
         devices = [(name, offload_device(self.zero, name)) for name in OFFLOADS]
         offloads = " and ".join(f"{name} {device}" for name, device in devices if device is not None)
         smaller = f", micro-batch {self.micro}" if self.micro is not None else ""
-        return f"stage {self.zero.stage}{' with ' if offloads else ''}{offloads}{smaller}"
+        again = ", gradient checkpointing" if self.recompute else ""
+        where = "engine torch" if self.setup.engine == "torch" else f"stage {self.zero.stage}"
+        return f"{where}{' with ' if offloads else ''}{offloads}{smaller}{again}"
 
 
 def settle_zero(
     loaded: LoadedSpec[S], facts: Facts, model: ModelFacts, training: Training | None = None
 ) -> LoadedSpec[S]:
-    """``loaded`` with every ``auto`` of zero_optimization replaced by what the memory plan chooses.
+    """``loaded`` with every ``auto`` replaced by what the memory plan chooses.
 
-    Candidates are tried from the fastest to the most frugal: without offload before
-    with it, then a micro-batch that was our own choice before half of it, then a lower stage before
-    a higher one. What could only not be resumed on its hosts is taken, with a note, where nothing else
-    fits. ``training``: what a script of one's own does, where ``loaded`` is no run file.
+    Candidates are tried from the fastest to the most frugal: without offload before with it, then
+    without gradient checkpointing before with it, then a micro-batch that was our own choice before
+    half of it, then a lower stage before a higher one. What could only not be resumed on its hosts
+    is taken, with a note, where nothing else fits. ``training``: what a script of one's own does,
+    where ``loaded`` is no run file.
 
     Raises ConfigError where the device's memory is not known, where the adapter matches no
     layer, and where nothing fits, with the nearest change that does. A spec with other problems
@@ -68,17 +76,18 @@ def settle_zero(
     key = auto_keys(loaded.spec)[0]
     tried: list[_Tried[S]] = []
     trial = loaded
-    for candidate, micro in _candidates(zero, _micro_batches(loaded, facts)):
-        trial = _with_choice(loaded, candidate, micro)
+    choices = (False, True) if CHECKPOINTING in auto_keys(loaded.spec) else (None,)
+    for candidate, again, micro in _candidates(zero, choices, _micro_batches(loaded, facts)):
+        trial = _with_choice(loaded, candidate, micro, again)
         engine = _resolved(trial, facts)
-        if engine is None:
+        if engine is None or (zero.stage == "auto" and _is_computed_wrong(engine[0])):
             continue
-        setup = _setup(trial.spec, *engine, model, training)
+        setup = _setup(trial.spec, *engine, model, training, facts)
         on_cpu = engine[1].device_type == "cpu"
         capacity, host = engine[1].memory_gib, _host_gib(trial.spec, engine[1], facts)
         if (host if on_cpu else capacity) is None:
             raise _unknown_size(loaded, key, on_cpu=on_cpu)
-        tried.append(_Tried(trial, candidate, micro, setup, _plan(setup, capacity, host)))
+        tried.append(_Tried(trial, candidate, micro, again, setup, _plan(setup, capacity, host)))
         if tried[-1].plan.fits:
             return _settled(loaded, tried, training)
     for count, one in enumerate(tried, 1):
@@ -93,19 +102,25 @@ def _settled(loaded: LoadedSpec[S], tried: list[_Tried[S]], training: Training |
     """The last one that was tried, with what is to be said of it."""
     chosen = tried[-1]
     reason = _reason(tried)
-    settled = {"zero_stage": reason}
+    settled = {"zero_stage": reason} if auto_zero_keys(loaded.spec) else {}
     for name in OFFLOADS:
         if offload_device(loaded.spec.zero_optimization, name) == "auto":
             used = offload_device(chosen.zero, name) is not None
             settled[f"zero_optimization.{name}{'.device' * used}"] = reason
-    notes = [*loaded.notes, f"zero_optimization: {reason}{_assumed(loaded.spec, training)}"]
+    what = "zero_optimization"
+    if chosen.recompute is not None:
+        without = [one for one in tried if not one.recompute and chosen.recompute][-1:]
+        settled[CHECKPOINTING] = _reason([*without, chosen])
+        if "zero_stage" not in settled:
+            what = f"{CHECKPOINTING} {'true' if chosen.recompute else 'false'}"
+    notes = [*loaded.notes, f"{what}: {reason}{_assumed(loaded.spec, training)}"]
     if chosen.micro is not None:
         why = f"by the memory plan: {2 * chosen.micro} would take {_excess(_twice(tried).plan)}"
         settled[f"batch.{MICRO}"] = why
         notes.append(f"{MICRO} {chosen.micro}, {why}")
     if not chosen.plan.fits:
         takes = _excess(chosen.plan)
-        notes.append(f"zero_optimization: the run cannot be resumed on such hosts: that takes {takes}")
+        notes.append(f"{what}: the run cannot be resumed on such hosts: that takes {takes}")
     return dataclasses.replace(chosen.trial, settled=settled, notes=tuple(notes))
 
 
@@ -121,23 +136,23 @@ def _micro_batches(loaded: LoadedSpec[Any], facts: Facts) -> tuple[int | None, .
     sizes = (spec.train_batch_size, spec.train_micro_batch_size_per_gpu, spec.gradient_accumulation_steps)
     if sizes[0] is None or sizes[1:] != (None, None):
         return (None,)
-    first, _ = next(_candidates(spec.zero_optimization, (None,)))
-    resolved = resolve_engine(Report(_with_choice(loaded, first, None)), facts)
+    first, *_ = next(_candidates(spec.zero_optimization, (None,), (None,)))
+    resolved = resolve_engine(Report(_with_choice(loaded, first, None, None)), facts)
     default = resolved[0].batch.train_micro_batch_size_per_gpu if resolved else 1
     return (None, *(default >> shift for shift in range(1, default.bit_length())))
 
 
 def _candidates(
-    zero: ZeroSpec, micro_batches: tuple[int | None, ...]
-) -> Iterator[tuple[ZeroSpec, int | None]]:
+    zero: ZeroSpec, recompute: tuple[bool | None, ...], micro_batches: tuple[int | None, ...]
+) -> Iterator[tuple[ZeroSpec, bool | None, int | None]]:
     """From the fastest to the one that needs least on the device."""
     stages = (0, 1, 2, 3) if zero.stage == "auto" else (zero.stage,)
     for param in _choices(zero, "offload_param"):
         for optimizer in _choices(zero, "offload_optimizer"):
-            for micro, stage in itertools.product(micro_batches, stages):
+            for again, micro, stage in itertools.product(recompute, micro_batches, stages):
                 if param is None or stage == 3 or zero.stage != "auto":
                     update = {"stage": stage, "offload_param": param, "offload_optimizer": optimizer}
-                    yield zero.model_copy(update=update), micro
+                    yield zero.model_copy(update=update), again, micro
 
 
 def _choices(zero: ZeroSpec, name: str) -> tuple[OffloadSpec | None, ...]:
@@ -162,10 +177,12 @@ def _resolved(
     config = render_ds_config(resolved[0], report, facts, resolved[1].devices) if resolved else {}
     if resolved is None or report.problems:
         return None
-    engine, hosts = resolved
-    if engine.zero_stage == 0 and engine.precision != "fp32":
-        return None  # DeepSpeed computes wrong there (docs/upstream.md)
-    return engine, hosts, config
+    return *resolved, config
+
+
+def _is_computed_wrong(engine: EnginePlan) -> bool:
+    """16-bit stage 0 of DeepSpeed is (docs/upstream.md): nothing to choose, whoever runs it."""
+    return engine.zero_stage == 0 and engine.precision != "fp32"
 
 
 def _fits_adapter(spec: EngineSpec) -> bool:
@@ -183,11 +200,13 @@ def _setup(
     config: dict[str, Any],
     model: ModelFacts,
     training: Training | None,
+    facts: Facts,
 ) -> Setup:
     from dslaunch.config.memory.of_run import Training, setup_of_config, setup_of_spec
 
     if isinstance(spec, RunSpec):
-        return setup_of_spec(spec, engine, hosts, config, model)
+        attention = choose_attention(spec, engine.precision, hosts, facts).value
+        return setup_of_spec(spec, engine, hosts, config, model, attention)
     return setup_of_config(
         config,
         model,
@@ -211,8 +230,12 @@ def _host_gib(spec: EngineSpec, hosts: ResolvedHosts, facts: Facts) -> float | N
     return host_gib(spec.cluster, hosts, facts)
 
 
-def _with_choice(loaded: LoadedSpec[S], zero: ZeroSpec, micro: int | None) -> LoadedSpec[S]:
+def _with_choice(
+    loaded: LoadedSpec[S], zero: ZeroSpec, micro: int | None, recompute: bool | None
+) -> LoadedSpec[S]:
     update: dict[str, Any] = {"zero_optimization": zero}
+    if recompute is not None and loaded.spec.model is not None:
+        update["model"] = loaded.spec.model.model_copy(update={"gradient_checkpointing": recompute})
     if micro is not None:
         update[MICRO] = micro
     return dataclasses.replace(loaded, spec=loaded.spec.model_copy(update=update))

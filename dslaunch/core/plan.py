@@ -24,6 +24,7 @@ SCHEMA_VERSION = 1
 Precision = Literal["bf16", "fp16", "fp32"]
 EngineKind = Literal["deepspeed", "torch"]
 IMAGE_RUNTIMES = ("apptainer", "pyxis")  # make a container of an image; the others enter one that runs
+Attention = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"]
 Via = Literal["local", "ssh", "slurm", "openmpi", "mpich"]
 
 
@@ -76,7 +77,7 @@ class ModelPlan:
     chat_template: str | None = None  # absolute path of a Jinja file; None: the tokenizer's own
     trust_remote_code: bool = False
     allow_pickle: bool = False
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    attn_implementation: Attention = "sdpa"
     gradient_checkpointing: bool = False
     quantization_config: QuantizationPlan | None = None
     new_tokens: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady, one_line
 from dslaunch.core.module_patterns import match_modules, modules_of, outermost, preview
 from dslaunch.train.quantization import is_quantised
 
@@ -84,6 +84,25 @@ class Fp32Modules:
                 f"DeepSpeed {deepspeed.__version__} made {wrong} parameters of {KEY} 16-bit",
                 hint="use the DeepSpeed of constraints.txt, or leave fp32_modules out",
             )
+
+    def check_forward(self, model: Any, device: torch.device) -> None:
+        """Run ``model`` once on two tokens. Under ZeRO-3 every rank must call it.
+
+        Raises ConfigError where types meet that do not fit: a weight in these modules is used by
+        a module around them, past their border.
+        """
+        ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
+        try:
+            with torch.no_grad():
+                model(input_ids=ids, use_cache=False)
+        except RuntimeError as error:
+            if "dtype" not in str(error) and "type" not in str(error):
+                raise
+            raise ConfigError(
+                f"{KEY} {', '.join(self.modules)}: fp32 and 16 bit meet inside of the model: "
+                f"{one_line(error, 160)}",
+                hint="their weights are used outside of their own forward: name the module around them",
+            ) from error
 
     def _part(self, group: dict[str, Any], *, fp32: bool) -> dict[str, Any]:
         return {**group, "params": [p for p in group["params"] if (p in self.parameters) == fp32]}

@@ -266,6 +266,12 @@ def _load_error(
         return EnvironmentNotReady(f"loading the {what} {source} needs another package: {one_line(error)}")
     if not Path(source).exists() and has_no_answer(error):
         return no_answer(source, error)
+    if "attn_implementation" in str(error):
+        return ConfigError(
+            f"{source} does not run with model.attn_implementation {model.attn_implementation}:"
+            f" {one_line(error, 160)}",
+            hint="set model.attn_implementation: eager, which every model has",
+        )
     if "trust_remote_code" in str(error):
         return ConfigError(
             f"the {what} {source} needs Python code from its own repository, which is not run",

@@ -130,6 +130,8 @@ def build_job(
     say(world, _engine_in_words(plan))
     with loaded.fp32.admitted() if loaded.fp32 is not None else contextlib.nullcontext():
         engine = _build_engine(plan, loaded, inputs.schedule, world)
+    if loaded.fp32 is not None:
+        loaded.fp32.check_forward(engine.module, world.device)
     if plan.data.packing:
         say(world, "checking that packed samples do not see each other")
         check_packing_isolation(engine.module, len(inputs.tokenizer), engine.device)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dslaunch.config.engine_plan import EnginePlan, resolve_engine
-from dslaunch.config.facts import Facts, PathFact, written_paths
+from dslaunch.config.facts import Facts, ModelAttention, PathFact, written_paths
 from dslaunch.config.load import LoadedSpec, load_run_file
 from dslaunch.config.render import render_ds_config
 from dslaunch.config.report import Report
@@ -61,6 +61,8 @@ def facts_of(
     hostfile_problem: ConfigError | None = None,
     template: TemplateFile | None = None,
     template_problem: ConfigError | None = None,
+    model_attention: ModelAttention | None = None,
+    flash_attn: bool = False,
 ) -> Facts:
     """Facts in which no path exists but those of ``paths``."""
     missing = {key: PathFact("missing", f"/base/{text}") for key, text in written_paths(loaded.spec)}
@@ -73,6 +75,8 @@ def facts_of(
         hostfile_problem=hostfile_problem,
         template=template,
         template_problem=template_problem,
+        model_attention=model_attention or ModelAttention(),
+        flash_attn=flash_attn,
     )
 
 

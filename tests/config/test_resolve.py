@@ -106,26 +106,6 @@ def test_a_path_that_is_not_there_is_never_taken_for_a_hub_id(
     assert problem == f"run.yaml:1: model.path: {part}"
 
 
-FLASH = SMALL.replace("model: org/model", "model: {path: org/model, attn_implementation: flash_attention_2}")
-
-
-@pytest.mark.parametrize(
-    ("precision", "facts", "part"),
-    [
-        ("bf16", {}, "does not run on a CPU"),
-        ("fp32", {"inventory": gpus("h100")}, "computes in bf16 and fp16 only, and precision is fp32"),
-    ],
-)
-def test_flash_attention_where_it_cannot_run(precision: str, facts: Any, part: str) -> None:
-    (problem,) = problems(FLASH + f"precision: {precision}\n", **facts)
-    assert problem == f"run.yaml:1: model.attn_implementation flash_attention_2 {part}"
-
-
-def test_flash_attention_where_it_can_run() -> None:
-    plan = plan_of(FLASH, inventory=gpus("h100"))
-    assert (plan.model.attn_implementation, plan.precision) == ("flash_attention_2", "bf16")
-
-
 WIDE = SMALL + 'precision: bf16\nfp32_modules: ["*norm*", lm_head]\n'
 
 

@@ -63,7 +63,9 @@ def takes(text: str, stage: int, optimizer: str | None = None, param: str | None
     engine, config, _ = engine_of(text, *values)
     loaded = load(text, *values)
     hosts = resolve_hosts(loaded.spec.cluster, facts_of(loaded))
-    return plan_memory(setup_of_spec(loaded.spec, engine, hosts, config, MODEL), 1.0).total_bytes / 2**30
+    return (
+        plan_memory(setup_of_spec(loaded.spec, engine, hosts, config, MODEL, "sdpa"), 1.0).total_bytes / 2**30
+    )
 
 
 # Each device with what the plan written by hand says of the one before: it does not fit.
@@ -259,3 +261,59 @@ def test_ram_that_is_not_known_is_asked_for() -> None:
     assert refused(RUN % "cpu", *ON_CPU).hint == (
         "say it: cluster.host_memory_gib (--host-memory-gib), or set the value"
     )
+
+
+RECOMPUTE = RUN.replace("gradient_checkpointing: true", "gradient_checkpointing: auto")
+BY_HAND = RECOMPUTE.replace("stage: auto, offload_optimizer: auto, offload_param: auto", "stage: 2")
+
+
+def recomputes(text: str, *overrides: str) -> tuple[bool, str]:
+    loaded = settled(text, *overrides)
+    assert not auto_keys(loaded.spec)
+    assert isinstance(loaded.spec.model.gradient_checkpointing, bool)
+    return loaded.spec.model.gradient_checkpointing, loaded.settled["model.gradient_checkpointing"]
+
+
+def test_checkpointing_is_off_where_it_fits_without() -> None:
+    assert recomputes(BY_HAND % "h100") == (False, "stage 2 fits: 46.6 GiB of 78.8 GiB a device")
+    loaded = settled(BY_HAND % "h100")
+    assert loaded.notes == (
+        "model.gradient_checkpointing false: stage 2 fits: 46.6 GiB of 78.8 GiB a device",
+    )
+    assert "zero_stage" not in loaded.settled  # the stage is as written
+
+
+def test_checkpointing_is_on_where_it_needs_it() -> None:
+    used, why = recomputes(BY_HAND % "a100-40g")
+    assert used
+    assert why == (
+        "stage 2, gradient checkpointing fits: 36.5 GiB of 39.4 GiB a device; "
+        "stage 2 would take 46.6 GiB of 39.4 GiB a device, most of it weights"
+    )
+
+
+def test_checkpointing_comes_before_offload_and_after_a_higher_stage() -> None:
+    used, why = recomputes(RECOMPUTE % "v100-32g")
+    assert used and "stage 3, gradient checkpointing fits" in why and "; stage 3 would take" in why
+    assert chosen(RECOMPUTE % "v100-32g") == (3, None, None)
+    assert recomputes(RECOMPUTE % "h100")[0] is False
+
+
+def test_16_bit_stage_0_that_is_written_and_torch_can_have_it_chosen_too() -> None:
+    """They run what needs no sharding: DeepSpeed's stage 0 as stage 1, torch as it is."""
+    text = BY_HAND.replace("stage: 2", "stage: 0")
+    assert recomputes(text % "h100")[1].startswith("stage 0 fits")
+    torch = BY_HAND.replace("zero_optimization: {stage: 2}", "engine: torch\nadapter: {r: 8}")
+    assert recomputes(torch % "h100")[1].startswith("engine torch fits")
+
+
+def test_checkpointing_auto_without_known_memory_or_where_nothing_fits() -> None:
+    with pytest.raises(ConfigError) as caught:
+        settled(BY_HAND % "sm_80")
+    assert caught.value.message.startswith(
+        "run.yaml:1: model.gradient_checkpointing auto: how much memory the devices have is not known"
+    )
+    with pytest.raises(ConfigError) as caught:
+        settled(BY_HAND % "v100-32g")
+    assert "nothing fits; the least, stage 2, gradient checkpointing" in caught.value.message
+    assert "--set zero_optimization.stage=3" in str(caught.value.hint)

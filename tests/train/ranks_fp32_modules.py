@@ -13,23 +13,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
+from transformers.integrations import HfDeepSpeedConfig
 
-from dslaunch.core.plan import RunPlan
+from dslaunch.core.plan import ModelPlan, RunPlan
 from dslaunch.train.checkpoint import find_whole_checkpoint, restore_checkpoint, save_checkpoint
 from dslaunch.train.dist import init_world, shutdown
 from dslaunch.train.engine import Engine, initialize
 from dslaunch.train.engine.cures import permit_emulated_fp16
-from dslaunch.train.model import DTYPES, LoadedModel, load_model, load_tokenizer
+from dslaunch.train.fp32_modules import set_dtypes
+from dslaunch.train.model import DTYPES, LoadedModel, load_base_model, load_model, load_tokenizer
 from dslaunch.train.quiet import quiet_libraries
 from tests.support.plans import LORA, make_plan
 from tests.support.tiny import make_tiny_model_dir
-from tests.train.rank_cases import RANK, Case, run_cases
+from tests.train import rotary_models
+from tests.train.rank_cases import RANK, Case, bare_deepspeed, config, run_cases
 
 PATTERNS = ("*norm*", "lm_head")
 SUITE = (
     "update/0 bf16 accumulation", "update/1 fp16 offload", "update/2 fp16 tied", "update/3 bf16 offload",
     "update/3 fp16 sub-groups", "resume/0 bf16", "resume/3 fp16", "lora/3",
+    *(f"rotary/{name}" for name in rotary_models.NAMES), "upstream",
 )  # fmt: skip
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 10}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -65,6 +70,9 @@ def cases(root: Path, everything: bool) -> dict[str, Case]:
         found[f"resume/{stage} {precision}"] = lambda s=stage, p=precision: resumes(root, s, p)
     for stage in (1, 3):
         found[f"lora/{stage}"] = lambda s=stage: adapters(root, s)
+    for name in rotary_models.NAMES:
+        found[f"rotary/{name}"] = lambda n=name: rotary(root, n)
+    found["upstream"] = upstream
     return found if everything else {name: found[name] for name in SUITE}
 
 
@@ -85,6 +93,7 @@ def updates(root: Path, stage: int, precision: str, **settings: Any) -> dict[str
         dtypes = {name: str(p.dtype) for name, p in loaded.model.named_parameters()}
         wide = [name for name, p in loaded.model.named_parameters() if p in loaded.fp32.parameters]
         after = float(_loss(engine, _ids(0, RANK)))
+        tables = _rotary_errors(loaded.model, rotary_models.plain(16, 10000.0))
     # The weights as loaded, those of PATTERNS exactly as in the file.
     reference = _rounded(file, DTYPES[precision], wide)
     exact = {name: bool(torch.equal(start[name].double(), p)) for name, p in reference.named_parameters()}
@@ -101,6 +110,7 @@ def updates(root: Path, stage: int, precision: str, **settings: Any) -> dict[str
             n: _relative(masters[n].double() - start[n].double(), moved[n]) for n in masters if n not in wide
         },
         "loss": after,
+        "rotary": tables,
     }
 
 
@@ -138,6 +148,45 @@ def adapters(root: Path, stage: int) -> dict[str, Any]:
     norms = [n for n in kept if "norm" in n]
     exact = all(torch.equal(values[n].double(), file[n.removeprefix("base_model.model.")]) for n in norms)
     return {"dtypes": dtypes, "moved": moved, "kept": kept, "norms are the file's": exact}
+
+
+def upstream() -> dict[str, Any]:
+    """Bare DeepSpeed with a norm in fp32: what is left of it, and what stage 3 says of two dtypes."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4).bfloat16(), torch.nn.LayerNorm(4))
+    with bare_deepspeed(model, config(2, "bf16")):
+        dtypes = sorted({str(p.dtype) for p in model.parameters()})
+    with deepspeed.zero.Init(config_dict_or_path=config(3, "bf16")):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    set_dtypes(model, torch.bfloat16, model[1].parameters())
+    raised = None
+    try:
+        with bare_deepspeed(model, config(3, "bf16")):
+            pass
+    except AssertionError as error:
+        raised = type(error).__name__
+    return {"after stage 2": dtypes, "stage 3": raised}
+
+
+def rotary(root: Path, name: str) -> dict[str, list[float]]:
+    """precision and stage -> how far the rotary tables of a loaded model are off the formula, relatively."""
+    found: dict[str, list[float]] = {}
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        for stage in (2, 3):
+            gc.collect()
+            settings = {"zero_optimization": {"stage": 3}, precision: {"enabled": True}}
+            keep = (
+                HfDeepSpeedConfig({**settings, "train_micro_batch_size_per_gpu": 1}) if stage == 3 else None
+            )
+            model = load_base_model(ModelPlan(path=str(root / name), kind="directory"), dtype)
+            found[f"{precision} {stage}"] = _rotary_errors(model, rotary_models.expected(name))
+            del keep, model
+    return found
+
+
+def _rotary_errors(model: Any, expected: torch.Tensor) -> list[float]:
+    tables = [b for name, b in model.named_buffers() if name.endswith("inv_freq")]
+    assert tables
+    return [float(((table.double() - expected) / expected).abs().max()) for table in tables]
 
 
 @contextlib.contextmanager
@@ -303,6 +352,7 @@ def main(out_dir: Path, everything: bool = False) -> None:
     init_world()
     if RANK == 0:
         _make_models(out_dir)
+        rotary_models.save(out_dir)
     torch.distributed.barrier()
     run_cases(cases(out_dir, everything), out_dir, RANK)
     shutdown()

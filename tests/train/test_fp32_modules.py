@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
-from dslaunch.train.fp32_modules import Fp32Modules, cast
+from dslaunch.train.fp32_modules import Fp32Modules, cast, set_dtypes
+from tests.train import rotary_models
 from tests.train.case_results import CaseResults, run_case_ranks
 
 UPDATES = ("0 bf16 accumulation", "1 fp16 offload", "2 fp16 tied", "3 bf16 offload", "3 fp16 sub-groups")
 # Of a gradient that went through 16-bit layers: their rounding, which is 8 times finer in fp16.
+FP32 = 5e-7  # some roundings of fp32; bf16 would be off by 4e-3, fp16 by 5e-4
 TOLERANCE = {"bf16": 0.04, "fp16": 0.005}
 
 
@@ -35,6 +37,7 @@ def test_their_weights_are_fp32_in_forward_and_get_the_right_updates(ranks: Case
         assert result["starts exactly"]
         assert len(result["forward"]) >= 3 and all(result["forward"].values())
         assert result["is master"] and result["not 16-bit"]
+        assert max(result["rotary"]) < FP32
         assert max(result["update error"].values()) < TOLERANCE[precision]
         assert max(result["other errors"].values()) < TOLERANCE[precision]
 
@@ -59,6 +62,16 @@ def test_an_adapter_in_them_is_fp32_and_frozen_ones_stay_as_in_the_file(ranks: C
     assert result["moved"] and all(result["moved"].values())
     assert result["kept"] and all(result["kept"].values())
     assert result["norms are the file's"]
+
+
+@pytest.mark.parametrize("name", rotary_models.NAMES)
+def test_rotary_tables_are_fp32_in_every_precision_also_under_zero_init(
+    ranks: CaseResults, name: str
+) -> None:
+    """zero.Init makes every new tensor 16-bit: with such tables stage 3 would train another model."""
+    for rank in (0, 1):
+        for case, errors in ranks.of_rank(rank, f"rotary/{name}").items():
+            assert max(errors) < FP32, case
 
 
 class Net(torch.nn.Module):
@@ -97,6 +110,49 @@ def test_a_cast_that_is_not_undone_is_noticed() -> None:
         fp32.admitted(),
     ):
         net.bfloat16()
+
+
+class Router(torch.nn.Module):
+    """Uses its gate's weight without calling the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(4, 2, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, self.gate.weight)
+
+
+class Routed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(3, 4)
+        self.router = Router()
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+        result: torch.Tensor = self.router(self.embedding(input_ids))
+        return result
+
+
+def test_weights_that_are_used_past_the_border_are_refused() -> None:
+    def check(pattern: str) -> None:
+        model = Routed()
+        fp32 = Fp32Modules(model, [pattern])
+        set_dtypes(model, torch.bfloat16, fp32.parameters)
+        fp32.add_borders(torch.bfloat16)
+        fp32.check_forward(model, torch.device("cpu"))
+
+    check("router")
+    with pytest.raises(ConfigError, match=r"fp32_modules router\.gate: fp32 and 16 bit meet") as caught:
+        check("gate")
+    assert "name the module around them" in str(caught.value.hint)
+
+
+def test_upstream_knows_one_dtype(ranks: CaseResults) -> None:
+    """F16: when this fails, DeepSpeed keeps two dtypes apart by itself and the cure can go."""
+    result = ranks["upstream"]
+    assert result["after stage 2"] == ["torch.bfloat16"]
+    assert result["stage 3"] == "AssertionError"
 
 
 def test_only_floating_tensors_are_cast_wherever_they_are() -> None:

@@ -179,6 +179,24 @@ def test_the_witness_sees_layers_that_get_no_gradient(model_dir: Path) -> None:
         witness.check(_alone)
 
 
+def test_checkpointing_with_a_frozen_embedding_reaches_every_adapter(model_dir: Path, tmp_path: Path) -> None:
+    plan = make_plan(
+        tmp_path, model_dir, tmp_path / "none", adapter=LORA, model={"gradient_checkpointing": True}
+    )
+    ids = torch.arange(12).unsqueeze(0)
+    model = load_model(plan, load_tokenizer(plan.model, torch.float32)).model
+    assert not model.get_input_embeddings().weight.requires_grad
+    witness = GradientWitness(model)
+    model(input_ids=ids, use_cache=False).logits.sum().backward()
+    assert witness.check(_alone) is None
+    # Why both are wired: the reentrant kind, whose inputs need no gradient, reaches none.
+    other = add_adapter(load_base_model(_plan(model_dir), torch.float32), LORA)[0].train()
+    other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    other.base_model.model.disable_input_require_grads()  # peft turns them on
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        other(input_ids=ids, use_cache=False).logits.sum().backward()
+
+
 class _TwoParts(torch.nn.Module):
     """Runs the part that is asked for, as a router does."""
 

@@ -33,9 +33,16 @@ from dslaunch.core.plan import (
     QuantizationPlan,
     RunPlan,
 )
+from dslaunch.core.plan import Attention as PlannedAttention
 from dslaunch.core.topology import Host
 
-_ATTENTION: dict[str, Attention] = {"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "flash"}
+# Neither flash nor flex attention keeps scores or a mask of all pairs of tokens.
+ATTENTION: dict[PlannedAttention, Attention] = {
+    "sdpa": "sdpa",
+    "eager": "eager",
+    "flash_attention_2": "flash",
+    "flex_attention": "flash",
+}
 
 
 _NVME_SIZES = {"buffer_size": "param_buffer_size", "max_in_cpu": "max_in_cpu"}
@@ -71,7 +78,7 @@ def setup_of_run(plan: RunPlan, facts: ModelFacts) -> Setup:
         max_length=plan.data.max_length,
         packing=plan.data.packing,
         gradient_checkpointing=plan.model.gradient_checkpointing,
-        attention=_ATTENTION[plan.model.attn_implementation],
+        attention=ATTENTION[plan.model.attn_implementation],
         fp32_modules=plan.fp32_modules,
         quantization=plan.model.quantization_config,
         new_tokens=len(plan.model.new_tokens),
@@ -79,7 +86,12 @@ def setup_of_run(plan: RunPlan, facts: ModelFacts) -> Setup:
 
 
 def setup_of_spec(
-    spec: RunSpec, engine: EnginePlan, hosts: ResolvedHosts, config: Mapping[str, Any], facts: ModelFacts
+    spec: RunSpec,
+    engine: EnginePlan,
+    hosts: ResolvedHosts,
+    config: Mapping[str, Any],
+    facts: ModelFacts,
+    attention: PlannedAttention,
 ) -> Setup:
     """The same for a run file of which only the engine and the hosts are resolved."""
     return _worker_setup(
@@ -95,8 +107,8 @@ def setup_of_spec(
         device_type=hosts.device_type,
         max_length=spec.data.max_length,
         packing=spec.data.packing,
-        gradient_checkpointing=spec.model.gradient_checkpointing,
-        attention=_ATTENTION[spec.model.attn_implementation],
+        gradient_checkpointing=spec.model.gradient_checkpointing is True,
+        attention=ATTENTION[attention],
         fp32_modules=spec.fp32_modules,
         quantization=assumed_quantization(spec.model.quantization_config),
         new_tokens=len(spec.model.new_tokens),

@@ -20,7 +20,6 @@ from dslaunch.config.memory.items import (
     Item,
 )
 from dslaunch.config.memory.setup import Frozen, Setup, flat_size, shard, touching
-from dslaunch.config.memory.wide import shared_masters
 
 GATHERED = "gathered weights (stage3_max_reuse_distance)"
 _STAGE_0_FLAT = 500_000_000  # engine.allreduce_bucket: a constant, whatever reduce_bucket_size says
@@ -156,7 +155,7 @@ def _stage_3(setup: Setup) -> list[Item]:
     return [
         Item("frozen weights", frozen_bytes(setup)),
         Item("weights", setup.bytes_each * own),
-        Item("fp32 master weights", 4 * (own - shared_masters(setup))),
+        Item("fp32 master weights", 4 * own),
         Item("optimizer states", setup.optimizer.states(own)),
         Item("gradients", setup.accum_bytes * own),
         *stage_3_buffers(setup),

@@ -129,6 +129,54 @@ def test_a_model_that_ignores_positions_is_refused() -> None:
     assert "packing: false" in caught.value.hint
 
 
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+_MIXTURE = {"num_experts_per_tok": 2, "head_dim": 8}
+_STATES = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+           "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+           "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}  # fmt: skip
+_MAMBA = {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 8}
+
+
+def tiny(family: str, **options: Any) -> torch.nn.Module:
+    """A random model of a family of transformers, by the name of its classes."""
+    import transformers
+
+    config = getattr(transformers, f"{family.removesuffix('Text')}{'Text' * family.endswith('Text')}Config")
+    kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
+    return build(kind, config(**{**_SIZES, **options}))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("GptOss", {**_MIXTURE, "num_local_experts": 4, "sliding_window": 8}),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 64}),
+        ("Qwen3Next", {**_MIXTURE, **_STATES}),
+        ("Mamba2", _MAMBA),
+    ],
+)
+def test_models_that_leak_whatever_the_mask_are_refused(family: str, options: dict[str, Any]) -> None:
+    """Sinks, convolutions and recurrent states; when one passes, upstream keeps its samples apart."""
+    with pytest.raises(ConfigError, match=f"{family}ForCausalLM see each other"):
+        check_packing_isolation(tiny(family, **options), VOCAB, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Qwen3", {"head_dim": 8}),
+        ("Gemma3Text", {"head_dim": 8, "sliding_window": 8}),
+        ("Gemma2", {"head_dim": 8, "sliding_window": 8, "attn_implementation": "eager"}),
+        ("Llama", {"attn_implementation": "flex_attention"}),
+    ],
+)
+def test_other_families_and_flex_attention_pass(family: str, options: dict[str, Any]) -> None:
+    check_packing_isolation(tiny(family, **options), VOCAB, "cpu")
+
+
 def test_the_default_cache_leaks_and_is_found() -> None:
     """The reason for use_cache=False; when this fails, upstream has changed."""
     with pytest.raises(ConfigError, match="see each other"):
