@@ -10,7 +10,7 @@ from tests.train.case_results import CaseResults
 from tests.train.engine import matrix
 from tests.train.engine.matrix import Cell
 
-CELLS = matrix.pairwise_cells()
+CELLS = [*matrix.pairwise_cells(), *matrix.once_wrong_cells()]
 FP16 = matrix.Cell("fp16 dynamic", 2, 1, 0.0, False, "SGD", "straight", 2)
 
 
@@ -64,3 +64,10 @@ def test_the_oracle_finds_the_growth_that_halves_an_update(two_ranks: CaseResult
     grew = next(k for k, step in enumerate(truth) if truth[k + 1]["scale"] > step["scale"])
     assert grew == matrix.TURN  # so a resumed course goes through its first growth after the load
     assert found[0].startswith(f"step {grew}: weights")
+
+
+def test_upstream_adds_the_gradients_of_a_skipped_step_to_all_later_ones(two_ranks: CaseResults) -> None:
+    """F17: nothing changes any more after the overflow at step 1."""
+    weights = two_ranks["matrix-bare-offload"]["weights"]
+    assert weights[0] != matrix.start(FP16).tolist()
+    assert all(later == weights[0] for later in weights[1:])
