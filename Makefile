@@ -10,12 +10,12 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: quickstart test lint format docs install clean help
+.PHONY: quickstart test lint format docs docs-numerics install clean help
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n '/^#/s/^# \{0,1\}//p;/^$$/q' Makefile
-	@echo "make lint | format | docs | install | clean"
+	@echo "make lint | format | docs | docs-numerics | install | clean"
 
 install: $(INSTALLED)
 
@@ -46,6 +46,10 @@ format: $(INSTALLED)
 docs: $(INSTALLED)
 	$(PY) -m dslaunch.config.run_file_docs
 	$(PY) -m dslaunch.cli.reference
+
+# The measured part of docs/numerics.md: half a minute.
+docs-numerics: $(INSTALLED)
+	$(PY) -m dslaunch.cli.numerics_docs
 
 # Run directories (runs/) are yours: they are never removed.
 clean:

@@ -44,12 +44,17 @@ if TYPE_CHECKING:
 @click.option(
     "--build-ops", is_flag=True, help="Then build DeepSpeed's compiled ops on every host, once for each kind."
 )
+@click.option(
+    "--numerics", is_flag=True,
+    help="Measure instead, in two ranks on this CPU, what the installed DeepSpeed computes right.",
+)  # fmt: skip
 @options.json_option
 def command(
     run_file: str | None,
     set_: tuple[str, ...],
     timeout_s: float,
     build_ops: bool,
+    numerics: bool,
     as_json: bool,
     **flags: Any,
 ) -> int:
@@ -60,6 +65,12 @@ def command(
     changed there. Exit code 1 where a run would fail. The `inventory` in the output of --json is one for
     --inventory.
     """
+    if numerics:
+        from dslaunch.cli import doctor_numerics
+
+        if run_file is not None or set_ or build_ops or any(flags.values()):
+            raise click.UsageError("--numerics measures the DeepSpeed of this Python alone: no run, no hosts")
+        return doctor_numerics.numerics(as_json=as_json)
     case = _resolve(run_file, set_, flags)
     report = _examine(case, timeout_s)
     if as_json:

@@ -1,0 +1,1 @@
+"""What the installed DeepSpeed does right, measured: `dslaunch doctor --numerics` and docs/numerics.md."""
