@@ -13,7 +13,6 @@ from typing import Any
 
 from dslaunch.cli.doctor_numerics import measure_table
 from dslaunch.core.atomic import write_text
-from dslaunch.train.numerics.table import PROPERTIES, table_rows
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numerics.md"
 BEGIN = "<!-- Made by `python -m dslaunch.cli.numerics_docs` (make docs-numerics). Measured, not written. -->"
@@ -22,6 +21,8 @@ END = "<!-- End of what was measured. -->"
 
 def render_table(report: Mapping[str, Any]) -> str:
     """The table in Markdown, and what each wrong verdict was measured by. No times, no paths."""
+    from dslaunch.train.numerics.table import PROPERTIES, table_rows
+
     columns = ["dtype", "stage", "", *PROPERTIES]
     rows = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for stage, dtype, who, verdicts in table_rows(report["cells"]):
