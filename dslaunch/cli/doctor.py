@@ -143,6 +143,11 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
     via = choose_via(hosts, facts)[0] if via in (None, "auto") else via
     if via == "local":
         check_hosts(hosts.topology)
+    if via == "pdsh":
+        raise ConfigError(
+            "doctor cannot ask hosts by pdsh, which hands no question on",
+            hint="--via ssh, for a run file too",
+        )
     if plan is not None:
         return _Case(hosts=hosts, launch=plan.launch, ds_config=plan.ds_config)
     folder = Path(run_dir) if run_dir else runs_root(os.environ, Path.cwd())

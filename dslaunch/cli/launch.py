@@ -77,7 +77,9 @@ def _is_program(word: str) -> bool:
 @options.cluster_options
 @options.master_options
 @click.option(
-    "--via", metavar="WAY", help="Way to reach hosts: auto (default), local, ssh, slurm, openmpi, mpich."
+    "--via",
+    metavar="WAY",
+    help="Way to reach hosts: auto (default), local, ssh, slurm, openmpi, mpich, pdsh.",
 )
 @options.container_option
 @click.option(

@@ -115,7 +115,7 @@ class ContainerSpec(Section):
 class LaunchSpec(Section):
     """How the ranks are started."""
 
-    via: Literal["auto", "local", "ssh", "slurm", "openmpi", "mpich"] = Field(
+    via: Literal["auto", "local", "ssh", "slurm", "openmpi", "mpich", "pdsh"] = Field(
         "auto",
         description="Way to reach the hosts. `auto`: `local` where this machine is the only one, "
         "`slurm` (srun) for the nodes of a Slurm job, else `ssh`. `openmpi`: mpirun; `mpich`: mpiexec.",

@@ -25,7 +25,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 EngineKind = Literal["deepspeed", "torch"]
 IMAGE_RUNTIMES = ("apptainer", "pyxis")  # make a container of an image; the others enter one that runs
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"]
-Via = Literal["local", "ssh", "slurm", "openmpi", "mpich"]
+Via = Literal["local", "ssh", "slurm", "openmpi", "mpich", "pdsh"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dslaunch.core.allocation import check_started_once
 from dslaunch.core.errors import ConfigError, ConfigErrors, EnvironmentNotReady
 from dslaunch.core.packages import missing_packages, packages_missing
 from dslaunch.core.plan import LaunchPlan, RunPlan
-from dslaunch.launch import local, mpich, openmpi, slurm, ssh
+from dslaunch.launch import local, mpich, openmpi, pdsh, slurm, ssh
 from dslaunch.launch.container import check_container
 from dslaunch.launch.orders import check_launch, is_elsewhere, way_to
 from dslaunch.launch.ports import lease_port
@@ -57,6 +57,8 @@ def check_way(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         openmpi.check_hosts(plan.topology, environ)
     elif plan.via == "mpich":
         mpich.check_hosts(plan.topology, environ)
+    elif plan.via == "pdsh":
+        pdsh.check_hosts(plan.topology, environ)
     else:
         ssh.check_client(environ)
     if plan.container is not None:

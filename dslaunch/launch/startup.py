@@ -16,7 +16,7 @@ from dslaunch.core.command import Command
 from dslaunch.core.errors import EnvironmentNotReady
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host
-from dslaunch.launch import local, mpich, openmpi, slurm, ssh
+from dslaunch.launch import local, mpich, openmpi, pdsh, slurm, ssh
 from dslaunch.launch.container import enter_words
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.orders import build_orders, is_elsewhere, way_to
@@ -32,6 +32,7 @@ LAUNCHERS: Mapping[str, Callable[[Host, dict[str, Any], Mapping[str, str], Seque
     "slurm": slurm.build_agent_command,
     "openmpi": openmpi.build_agent_command,
     "mpich": mpich.build_agent_command,
+    "pdsh": pdsh.build_agent_command,
 }
 # What each says where another try may succeed.
 WORTH_ANOTHER_TRY = {
@@ -39,6 +40,7 @@ WORTH_ANOTHER_TRY = {
     "slurm": slurm.WORTH_ANOTHER_TRY,
     "openmpi": openmpi.WORTH_ANOTHER_TRY,
     "mpich": mpich.WORTH_ANOTHER_TRY,
+    "pdsh": pdsh.WORTH_ANOTHER_TRY,
 }
 # Programs that stay when what they started has failed, and how that is seen.
 HAS_GIVEN_UP: Mapping[str, Callable[[int], bool]] = {"mpich": mpich.has_given_up}

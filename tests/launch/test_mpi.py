@@ -1,4 +1,4 @@
-"""`--via openmpi` and `--via mpich`: real mpirun and mpiexec, which reach real hosts by ssh."""
+"""`--via openmpi|mpich|pdsh`: real mpirun, mpiexec and pdsh, which reach real hosts by ssh."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ WAYS = [
     pytest.param("openmpi", marks=pytest.mark.needs("openmpi")),
     pytest.param("mpich", marks=pytest.mark.needs("mpich")),
 ]
+PDSH = pytest.param("pdsh", marks=pytest.mark.needs("pdsh"))
 Over = Callable[..., Launched]
 HOSTILE = ["a b", "", "$HOME", "it's", "100%n", "two\nlines", "-x", '{"k": "v"}']
 WAIT = "touch(f'up-{rank}'); time.sleep(300)"
@@ -81,7 +82,7 @@ def put_in_path(way: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PATH", f"{folder}/bin{os.pathsep}{os.environ['PATH']}")
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=[*WAYS, PDSH])
 def over(
     bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Over]:
@@ -107,6 +108,7 @@ def over(
 
         yield start
     wait_until(lambda: not any(map(bed.programs, bed.names)), "nothing is left on the hosts", 20.0)
+    assert list(tmp_path.glob("run/.*")) == []  # nor of what was written for them
 
 
 @real
