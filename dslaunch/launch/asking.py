@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from dslaunch.core.command import Command
+from dslaunch.launch.link import kill_with_descendants
 from dslaunch.launch.orders import encode_orders
 from dslaunch.launch.text import said
 
@@ -106,8 +106,7 @@ class Program:
         return True
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # not reaped: the number is still its own
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_with_descendants(self.process)
         self.process.wait()
 
     def _words(self) -> str:

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from dslaunch.core.command import Command
@@ -20,6 +21,7 @@ from dslaunch.core.topology import Host
 _CHUNK = 65536
 _KEEP_STDERR = 8192
 _KEEP_NOISE = 1024
+_DRAIN_S = 0.2  # for the last of it to come
 _ACK_EVERY = 1 << 16  # bytes of output written before an agent is told
 
 
@@ -132,6 +134,11 @@ class AgentLink:
         self.stderr = (self.stderr + data)[-_KEEP_STDERR:]
         return bool(data)
 
+    def drain_stderr(self) -> None:
+        """Read what its end has left there. Something else may still hold it open."""
+        while select.select([self.stderr_fd], [], [], _DRAIN_S)[0] and self.read_stderr():
+            pass
+
     def close(self, timeout_s: float) -> None:
         """End of stdin makes the agent stop its ranks; wait for it, then be sure."""
         deadline = time.monotonic() + timeout_s
@@ -150,11 +157,13 @@ class AgentLink:
     def kill(self) -> None:
         """KILL the agent, whose ranks the kernel then kills, and the ranks' process groups.
 
-        Its own group too: a wrapper around ssh may have a child that holds our pipes open.
+        Of what leads to another host (a wrapper around ssh, an mpirun) all that it has started here too:
+        it may hold our pipes open, and would try the host for minutes.
         """
-        if self.process.poll() is None:  # not reaped: the number is still its own
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        if self.is_local:
+            self.process.kill()
+        else:
+            kill_with_descendants(self.process)
         self.process.wait()
         self.kill_groups()
 
@@ -208,3 +217,21 @@ def _event_of(line: bytes) -> dict[str, Any] | None:
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             return event
     return None
+
+
+def kill_with_descendants(process: subprocess.Popen[bytes]) -> None:
+    """KILL a process that was started here in a session of its own, and what came of it; does not wait."""
+    if process.poll() is not None:  # reaped: its number may be another's by now
+        return
+    for pid in _descendants(process.pid):  # while their parents still stand for them
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            yield from _descendants(int(child))
+            yield int(child)

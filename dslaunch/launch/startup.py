@@ -304,8 +304,7 @@ class Startup:
 def describe_lost_agent(link: AgentLink) -> str:
     """How an agent that was lost without a last word ended, or the way to it, with what that said."""
     code = link.process.wait()
-    while link.read_stderr():
-        pass
+    link.drain_stderr()
     # An account that lets nobody in says so on stdout.
     words = said(link.stderr, 1000) or ("" if link.said_hello else said(link.noise, 1000))
     if link.is_local:
