@@ -266,9 +266,12 @@ class Startup:
             link.send("start", env=env, net=self.plan.topology.num_nodes > 1)
 
     def give_up(self) -> None:
-        """Start nothing more."""
+        """Start nothing more. What has not led to a host yet ends now: it might try for minutes."""
         self._waiting.clear()
         self._retries.clear()
+        for link in (self._links[node_rank] for node_rank in self._connecting):
+            if not link.is_local:
+                link.kill()
         self._answer_by = float("inf")
 
     def meeting_point(self) -> tuple[str, int]:

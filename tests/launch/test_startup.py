@@ -58,11 +58,14 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
     return run
 
 
-def test_a_cancel_starts_no_agent_again(start: Supervise) -> None:
-    turned_away = "echo Connection refused >&2; sleep 2; exit 255"
+@pytest.mark.parametrize(
+    "before",
+    ["echo Connection refused >&2; sleep 2; exit 255", "sleep 60; exit 1", "setsid sleep 60; exit 1"],
+)
+def test_a_cancel_starts_no_agent_again(start: Supervise, before: str) -> None:
     begin = time.monotonic()
     threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
-    code, said = start(2, {"node2.invalid": turned_away})
+    code, said = start(2, {"node2.invalid": before})
     assert code == 130
     assert "no rank was started" in said
     assert "trying again" not in said
