@@ -14,7 +14,7 @@ import pytest
 from dslaunch.launch.ssh import quoted
 from tests.launch.launching import Launched, python
 from tests.testbed.hosts import CLIENT, SSHD, Testbed, passwd
-from tests.testbed.network import try_to
+from tests.testbed.network import run, try_to
 
 pytestmark = pytest.mark.needs("root", "sshd", "namespaces")
 
@@ -130,6 +130,20 @@ def test_words_in_quotes_are_one_thing_to_every_shell(shell: list[str]) -> None:
     for word in ("a'b", "a\\b", "a\\'b", "\\", "'", "$x `y` \\n", "!a 'b", "a b\\", "*?[a]", "{a,b}", "%n ~"):
         command = [*shell, "-c", f"printf %s {quoted(word)}"]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == word
+
+
+def test_interfaces_that_have_other_names_on_each_host(bed: Testbed, over: Over) -> None:
+    rename = ("down", "name", "eno1"), ("up",)
+    for words in rename:
+        run("ip", "-n", f"{bed.id}-node2", "link", "set", "eth0" if "name" in words else "eno1", *words)
+    try:
+        show = "import json; print(json.dumps([os.environ[n + '_SOCKET_IFNAME'] for n in ('GLOO', 'NCCL')]))"
+        code, _, err = over("node1 slots=1\nnode2 slots=1\n", show).wait()
+    finally:
+        run("ip", "-n", f"{bed.id}-node2", "link", "set", "eno1", "down", "name", "eth0")
+        run("ip", "-n", f"{bed.id}-node2", "link", "set", "eth0", "up")
+    assert code == 0, err
+    assert [said(rank) for rank in range(2)] == [["eth0", "eth0"], ["eno1", "eno1"]]
 
 
 @pytest.mark.parametrize(
