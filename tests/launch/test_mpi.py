@@ -179,6 +179,46 @@ def test_a_host_that_is_not_there(bed: Testbed, over: Over) -> None:
     assert not Path("started").exists()
 
 
+@pytest.mark.needs("mpich")
+def test_upstream_mpich_gives_up_where_more_than_a_pipe_of_stdin_waits() -> None:
+    """Where this fails the relay need not make room any more."""
+    command = ["mpiexec.hydra", "-n", "1", "-hosts", os.uname().nodename, "sh", "-c", "sleep 1; wc -c"]
+    done = subprocess.run(command, input=b"x" * 200_000, capture_output=True, timeout=30, check=False)
+    assert done.returncode != 0
+    assert b"reading stdin too slowly" in done.stderr
+
+
+@pytest.mark.needs("mpich")
+def test_upstream_mpich_waits_for_ever_for_an_ssh_that_has_failed() -> None:
+    """Where this fails `has_given_up` may go."""
+    command = [
+        "mpiexec.hydra",
+        "-launcher",
+        "ssh",
+        "-launcher-exec",
+        "/bin/false",
+        "-hosts",
+        "n.invalid",
+        "true",
+    ]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        wait_until(lambda: mpich.has_given_up(process.pid), "its child has ended", 20.0)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.0)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.needs("pdsh")
+def test_upstream_pdsh_hands_stdin_to_no_host() -> None:
+    """Where this fails agent and orders could go over it."""
+    command = ["pdsh", "-R", "exec", "-w", "a", "sh", "-c", "cat; echo end"]
+    done = subprocess.run(command, input=b"said\n", capture_output=True, timeout=30, check=False)
+    assert done.stdout == b"a: end\n"
+
+
 class _Relay:
     """relay.py with ``data`` on its stdin, sent as it makes room."""
 
