@@ -214,7 +214,7 @@ def test_upstream_mpich_waits_for_ever_for_an_ssh_that_has_failed() -> None:
 @pytest.mark.needs("pdsh")
 def test_upstream_pdsh_hands_stdin_to_no_host() -> None:
     """Where this fails agent and orders could go over it."""
-    command = ["pdsh", "-R", "exec", "-w", "a", "sh", "-c", "cat; echo end"]
+    command = ["pdsh", "-R", "exec", "-w", "a", "sh", "-c", "timeout 1 cat; echo end"]
     done = subprocess.run(command, input=b"said\n", capture_output=True, timeout=30, check=False)
     assert done.stdout == b"a: end\n"
 
