@@ -6,6 +6,7 @@ Started by ``dslaunch replay`` as the training's ranks were: as many, on the sam
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,12 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse_arguments(argv)
     log_dir: Path = arguments.report.parent
     try:
-        plan = load_run_plan(arguments.plan)
+        plan = _here(load_run_plan(arguments.plan), arguments.plan.parent)
         return run_rank(plan, arguments.step, arguments.report, detect_anomaly=arguments.detect_anomaly)
     except KeyboardInterrupt:
         return EXIT_CANCELLED_INT
     except Exception as error:
         return report_failure(error, rank=rank_for_messages(), run_dir=log_dir, since=since)
+
+
+def _here(plan: RunPlan, run_dir: Path) -> RunPlan:
+    """The plan for the directory that it lies in: the run may have been moved since."""
+    return dataclasses.replace(plan, launch=dataclasses.replace(plan.launch, run_dir=str(run_dir)))
 
 
 def run_rank(plan: RunPlan, step: int, report_path: Path, *, detect_anomaly: bool) -> int:

@@ -251,6 +251,14 @@ PLANTS: dict[str, Plant] = {
     ),
 }  # fmt: skip
 
+# Those that one rank without others meets as well: its two micro-batches have samples 0 to 3.
+ALONE = (
+    "nan weight, stage 3 bf16",
+    "LoRA B blown up, stage 2 fp16",
+    "the gradient overflows at this scale, stage 1 fp16",
+    "huge logits, engine torch fp16",
+)
+
 SOUND: dict[str, Plant] = {
     "nothing planted, stage 3 bf16": Plant(tiny_llama, 3, "bf16", {}),
     "an inf that nothing comes of, stage 2 fp32": Plant(planted_lm(planted.Harmless), 2, "fp32", {}),

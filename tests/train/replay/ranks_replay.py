@@ -25,7 +25,7 @@ from dslaunch.train.replay.trace import Trace
 from dslaunch.train.replay.window import Window, build_window, take_rng
 from tests.train.rank_cases import RANK, WORLD_SIZE, Case, config, engine_for, run_cases
 from tests.train.replay.planted import LargeForWeight, NanForOneDraw, PlantedLM, make_corpus
-from tests.train.replay.plants import PLANTS, SOUND, Plant, planted_lm
+from tests.train.replay.plants import ALONE, PLANTS, SOUND, Plant, planted_lm
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
 MICRO, ACCUMULATION = 2, 2
@@ -136,6 +136,10 @@ def anomaly() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cases = {name: planted(plant) for name, plant in {**PLANTS, **SOUND}.items()}
+    chosen = {**PLANTS, **SOUND}
+    if sys.argv[2:] == ["alone"]:
+        run_cases({name: planted(chosen[name]) for name in ALONE}, Path(sys.argv[1]), RANK)
+        sys.exit()
+    cases = {name: planted(plant) for name, plant in chosen.items()}
     cases |= {"off": off, "sum": gradients_in_sum, "same draws": same_draws, "anomaly": anomaly}
     run_cases(cases, Path(sys.argv[1]), RANK)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dslaunch.core.errors import ConfigError
+from dslaunch.core.run_dir import RunDir
 from dslaunch.train.replay import recent as recent_steps
 from dslaunch.train.replay.bisect import Guilt, bisect, keep_only
 from dslaunch.train.replay.measure import measure
@@ -16,7 +17,16 @@ from dslaunch.train.replay.probe import Event, Kind, probing
 from dslaunch.train.replay.recent import RecentSteps
 from dslaunch.train.replay.verdict import LOSS, find_first
 from dslaunch.train.replay.weights import load_weights, weight_bytes, write_weights
-from dslaunch.train.replay.window import build_window, take_rng
+from dslaunch.train.replay.window import (
+    build_window,
+    make_room,
+    read_index,
+    read_rank,
+    take_rng,
+    window_path,
+    write_index,
+    write_rank,
+)
 from tests.train.replay.planted import PAD, TRIGGER, PlantedLM, make_corpus
 
 FINE, BAD = torch.ones(2), torch.tensor([1.0, torch.inf])
@@ -198,3 +208,32 @@ def test_only_the_last_steps_are_held() -> None:
     recent = told(*[Ended(skipped=True)] * 10)
     assert len(recent._steps) == recent_steps._KEPT
     assert recent.suspect(3) is None
+
+
+def test_at_most_three_steps_are_kept(tmp_path: Path) -> None:
+    for step in (3, 20, 100, 7):
+        make_room(tmp_path)
+        folder = window_path(tmp_path, step)
+        folder.mkdir(parents=True)
+        write_index(folder, {"step": step})
+    assert RunDir(tmp_path).kept_steps() == (7, 20, 100)
+    window_path(tmp_path, 200).mkdir()  # not whole
+    assert RunDir(tmp_path).kept_steps() == (7, 20, 100)
+    assert read_index(window_path(tmp_path, 7))["step"] == 7
+
+
+def test_a_window_is_read_as_it_was_written(tmp_path: Path) -> None:
+    corpus = make_corpus(9, (4,), packing=True)
+    window = build_window(
+        5, corpus=corpus, micro_batches=[[0, 1], [2, -1]], num_tokens=40, loss_scale=256.0, rng=take_rng()
+    )
+    write_rank(tmp_path, 1, window)
+    write_index(tmp_path, {"step": 5, "loss_scale": 256.0, "num_tokens": 40})
+    read = read_rank(tmp_path, 1)
+    assert (read.step, read.loss_scale, read.num_tokens, read.samples) == (5, 256.0, 40, window.samples)
+    for one, other in zip(read.batches, window.batches, strict=True):
+        assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.targets, other.targets)
+        assert torch.equal(one.position_ids, other.position_ids) and one.attention_mask is None
+    assert torch.equal(read.rng["torch"], window.rng["torch"])
+    with pytest.raises(ConfigError, match="cannot be read by rank 0"):
+        read_rank(tmp_path, 0)

@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 
 from tests.train.case_results import CaseResults, run_case_ranks
-from tests.train.replay.plants import PLANTS, SOUND
+from tests.train.replay.plants import ALONE, PLANTS, SOUND
 
 
 @pytest.fixture(scope="session")
 def traced(ops_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> CaseResults:
     return run_case_ranks("tests.train.replay.ranks_replay", tmp_path_factory.mktemp("planted"), 2)
+
+
+@pytest.fixture(scope="session")
+def traced_alone(ops_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> CaseResults:
+    out_dir = tmp_path_factory.mktemp("planted-alone")
+    return run_case_ranks("tests.train.replay.ranks_replay", out_dir, 1, "alone")
 
 
 @pytest.mark.parametrize("name", PLANTS)
@@ -27,6 +33,15 @@ def test_the_planted_fault_is_named(traced: CaseResults, name: str) -> None:
     assert [(f["rank"], f["micro_batch"]) for f in others] == list(plant.also)
     if not plant.fp32_modules:  # whose borders are taken off for good when all goes to fp32
         assert report["hooks_left"] == report["hooks_before"]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_rank_alone_finds_the_same(traced_alone: CaseResults, name: str) -> None:
+    plant, report = PLANTS[name], traced_alone[name]
+    (first,) = report["findings"]
+    keys = ("phase", "module", "parameter", "cause", "rank", "micro_batch")
+    assert {key: first[key] for key in keys} == {key: plant.names[key] for key in keys}
+    assert first["also_micro_batches"] == [1]
 
 
 @pytest.mark.parametrize("name", SOUND)

@@ -99,14 +99,18 @@ def test_each_way_has_the_weights_and_the_dropout_of_that_step(broken_run: Broke
     assert losses[0][0][1] == "nan" and all(isinstance(loss, float) for loss in losses[0][1])
 
 
-def test_the_command_replays_it(broken_run: BrokenRun, ops_dir: Path) -> None:
-    argv = [sys.executable, "-m", "dslaunch", "replay", str(broken_run.run_dir.path), "--json"]
+def test_the_command_replays_a_run_that_was_moved(broken_run: BrokenRun, ops_dir: Path) -> None:
+    home = broken_run.run_dir.path
+    moved = home.rename(home.with_name("moved run"))
+    argv = [sys.executable, "-m", "dslaunch", "replay", str(moved), "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=os.environ)
+    assert not home.exists()
+    moved.rename(home)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["losses"] == broken_run.results["traced"]["losses"]
     assert report["findings"][0]["module"] == EMBEDDING
-    assert json.loads((broken_run.run_dir.path / "replays/step-3/report.json").read_text()) == report
+    assert json.loads((home / "replays/step-3/report.json").read_text()) == report
     assert "Traceback" not in done.stderr
 
 
