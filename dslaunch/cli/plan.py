@@ -59,7 +59,13 @@ def command(
         report = {**plan_report(plan), "length": asdict(length), **plan_memory.memory_report(memory)}
         report["fp32_modules"] = memory.matched if memory else None
         report["disk"] = None if disk is None else disk.to_json()
-        lines = verdict_lines(plan.precision, plan.ds_config.get("zero_optimization"), plan.batch, memory)
+        lines = verdict_lines(
+            plan.precision,
+            plan.ds_config.get("zero_optimization"),
+            plan.batch,
+            memory,
+            autocast=plan.torch_autocast is not None,
+        )
         lines.insert(2, length_line(length))
         lines += ["", *plan_lines(plan, changed=changed), *length_lines(length)]
         lines += fp32_lines(memory.matched) if memory else []
@@ -140,6 +146,9 @@ def dtypes_of(plan: RunPlan) -> dict[str, str]:
     method = "full" if plan.adapter is None else "qlora" if quantization else "lora"
     if plan.engine == "torch":
         return dtypes_without_deepspeed(plan.precision, method, quantization)
+    if plan.torch_autocast is not None:
+        found = dtypes_without_deepspeed(plan.precision, method, quantization)
+        return {**dict.fromkeys(found, "fp32"), "autocast": plan.precision, "communication": plan.precision}
     found = dtypes(plan.precision, plan.ds_config, method, quantization)
     if plan.zero_stage == 0 and plan.precision == "bf16" and plan.batch.gradient_accumulation_steps > 1:
         found["gradient_accumulation"] = "fp32"  # the worker runs 16-bit stage 0 as stage 1, which can

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 def verdict_lines(
-    precision: Precision, zero: Mapping[str, Any] | None, batch: BatchPlan, memory: Memory | None
+    precision: Precision,
+    zero: Mapping[str, Any] | None,
+    batch: BatchPlan,
+    memory: Memory | None,
+    *,
+    autocast: bool = False,
 ) -> list[str]:
     """Precision, stage and batch in two lines, then the memory: whether it fits, and what would.
 
@@ -24,7 +29,8 @@ def verdict_lines(
     away = [f"{name} {zero[name]['device']}" for name in OFFLOADS if zero and name in zero]
     offload = f" with {' and '.join(away)}" if away else ""
     shards = f"ZeRO stage {zero['stage']}{offload}" if zero else "torch without DeepSpeed"
-    computes = precision if zero or precision == "fp32" else f"{precision} autocast"
+    autocast = precision != "fp32" and (zero is None or autocast)
+    computes = f"{precision} autocast" if autocast else precision
     micro, steps = batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps
     ranks = "1 rank" if batch.world_size == 1 else f"{batch.world_size} ranks"
     return [

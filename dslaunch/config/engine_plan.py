@@ -20,6 +20,7 @@ from dslaunch.config.precision import communication_data_type, resolve_precision
 from dslaunch.config.report import Report
 from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec, Fp16Spec
+from dslaunch.config.torch_autocast import autocast_block, resolve_torch_autocast
 from dslaunch.config.without_deepspeed import (
     check_keys,
     gradscaler_in_words,
@@ -48,11 +49,18 @@ class EnginePlan:
     optimizer: OptimizerPlan
     zero_allow_untested_optimizer: bool
     batch: BatchPlan
+    torch_autocast: tuple[str, ...] | None = None
     scheduler: Mapping[str, Any] | None = None  # for scripts of one's own; our worker brings its own
+
+    @property
+    def weights(self) -> Precision:
+        """The type of the weights that DeepSpeed holds."""
+        return self.precision if self.torch_autocast is None else "fp32"
 
     def context(self) -> dict[str, Any]:
         """The names that a template may use."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**values, "torch_autocast": autocast_block(self.torch_autocast)}
 
 
 def resolve_engine(
@@ -96,9 +104,11 @@ def resolve_engine(
         report=report,
         shards=not uses_torch(spec) and (stage > 0 or precision != "fp32"),
     )
+    autocast = resolve_torch_autocast(precision, stage, report)
+    plan = _engine_plan(spec, zero_options, chosen, batch, precision, fp16, hosts.devices, autocast)
     if stage == 0 and not uses_torch(spec):
-        _note_stage_0(precision, isinstance(spec, RunSpec), report)
-    return _engine_plan(spec, zero_options, chosen, batch, precision, fp16, hosts.devices), hosts
+        _note_stage_0(plan.weights, isinstance(spec, RunSpec), report)
+    return plan, hosts
 
 
 def _engine_plan(
@@ -109,13 +119,16 @@ def _engine_plan(
     precision: Precision,
     fp16: Fp16Plan | None,
     devices: Sequence[Device] | None,
+    autocast: tuple[str, ...] | None = None,
 ) -> EnginePlan:
     stage = _stage(spec)
+    weights: Precision = "fp32" if autocast is not None else precision
     return EnginePlan(
         precision=precision,
         fp16=fp16,
-        grad_accum_dtype=_grad_accum_dtype(stage, precision, batch),
-        communication_data_type=None if uses_torch(spec) else communication_data_type(precision, devices),
+        torch_autocast=autocast,
+        grad_accum_dtype=_grad_accum_dtype(stage, weights, batch),
+        communication_data_type=None if uses_torch(spec) else communication_data_type(weights, devices),
         zero_stage=stage,
         zero_options=zero_options,
         gradient_clipping=spec.gradient_clipping,

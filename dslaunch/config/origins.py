@@ -14,6 +14,7 @@ from dslaunch.core.plan import Origin, RunPlan
 # Plan keys whose run-file key has another name.
 _RENAMED = {
     "zero_stage": "zero_optimization.stage",
+    "torch_autocast": "torch_autocast.enabled",
     "optimizer.params.lr": "optimizer.lr",
     "batch.train_batch_size": "train_batch_size",
     "batch.train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",

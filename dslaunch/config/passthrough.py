@@ -32,7 +32,7 @@ _FREE = {("zero_allow_untested_optimizer",), ("communication_data_type",)}
 _ADVICE = ("initial-scale", "min-loss-scale")
 # What is said, or refused for scripts that are not ours, where the plan is made.
 _SAID_BEFORE = ("fp16-stage-0", "device", "optimizer-changes-meaning", "untested-optimizer")
-_OWN_KEYS = {"scheduler": "scheduler", "bfloat16": "precision: bf16", "torch_autocast": "precision"}
+_OWN_KEYS = {"scheduler": "scheduler", "bfloat16": "precision: bf16", "torch_autocast": "torch_autocast"}
 # Sections that the run file decides as a whole: path in DeepSpeed's JSON -> the spec with its own keys.
 _DECIDED: dict[Path, tuple[str, type[BaseModel] | None]] = {
     ("fp16",): ("fp16", Fp16Spec),
@@ -152,6 +152,8 @@ class _Rules:
             self.fail(path, "auto is a word of the Hugging Face Trainer", "remove it; it is set elsewhere")
         elif path[0] == "scheduler" and not self.with_run_file:
             return  # a script of one's own leaves the schedule to DeepSpeed or not
+        elif path in self.planned and path[0] in _OWN_KEYS and _same(self.planned[path], value):
+            return  # a template says what the run file does
         elif path[0] in _OWN_KEYS:
             key = _OWN_KEYS[path[0]]
             self.fail(path[:1], "dslaunch has its own key for it", self.set_it(key))

@@ -11,6 +11,7 @@ from dslaunch.config.facts import Facts
 from dslaunch.config.nested import Path, leaves, merge
 from dslaunch.config.rendered import in_order, parse_rendered, place_of
 from dslaunch.config.report import Report
+from dslaunch.config.torch_autocast import autocast_block
 from dslaunch.core.devices import Device
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.plan import Fp16Plan
@@ -78,7 +79,7 @@ def planned_values(engine: EnginePlan) -> dict[Path, Any]:
         ("gradient_accumulation_steps",): engine.batch.gradient_accumulation_steps,
         ("gradient_clipping",): engine.gradient_clipping,
         ("fp16", "enabled"): engine.precision == "fp16",
-        ("bf16", "enabled"): engine.precision == "bf16",
+        ("bf16", "enabled"): engine.weights == "bf16",
         ("zero_optimization", "stage"): engine.zero_stage,
     }
     if engine.fp16 is not None:
@@ -91,6 +92,8 @@ def planned_values(engine: EnginePlan) -> dict[Path, Any]:
         values[("communication_data_type",)] = engine.communication_data_type
     if engine.zero_allow_untested_optimizer:
         values[("zero_allow_untested_optimizer",)] = True
+    autocast = autocast_block(engine.torch_autocast) or {}
+    values |= {("torch_autocast", *path): value for path, value in leaves(autocast)}
     values |= {("zero_optimization", *path): v for path, v in leaves(engine.zero_options)}
     values |= {("scheduler", *path): v for path, v in leaves(engine.scheduler or {})}
     if engine.optimizer.made_by == "deepspeed":

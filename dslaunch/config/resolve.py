@@ -70,8 +70,7 @@ def resolve_into(
 
     ``hosts``: in place of those of its cluster section.
     """
-    loaded = report.loaded
-    engine = resolve_engine(report, facts, hosts)
+    loaded, engine = report.loaded, resolve_engine(report, facts, hosts)
     parts = _Parts(report, facts)
     model, data, interpreter = parts.model(), parts.data(), parts.interpreter(python)
     if engine is not None:
@@ -81,23 +80,24 @@ def resolve_into(
             attn_implementation=attention,
             quantization_config=settle_quantization(report, facts, *engine),
         )
-    adapter = _adapter(loaded.spec.adapter, report)
-    if engine is not None:
         check_fp32_modules(loaded.spec, engine[0].precision, report)
+    adapter = _adapter(loaded.spec.adapter, report)
     epochs, steps = resolve_length(loaded.spec, report)
     scheduler = _scheduler(loaded.spec, report)
     output = _output(loaded.spec, report)
     check_env(loaded.spec.launch, report)
+    ds_config = {}
     if engine is not None:
         _check_watch(loaded.spec, engine[0].fp16, report)
-    renders = engine is not None and loaded.spec.engine == "deepspeed"
-    ds_config = render_ds_config(engine[0], report, facts, engine[1].devices) if engine and renders else {}
+    if engine is not None and loaded.spec.engine == "deepspeed":
+        ds_config = render_ds_config(engine[0], report, facts, engine[1].devices)
     if engine is None or report.problems:
         return None
     return RunPlan(
         name=loaded.spec.name or default_name,
         task=loaded.spec.task,
         engine=loaded.spec.engine,
+        torch_autocast=engine[0].torch_autocast,
         seed=loaded.spec.seed,
         model=model,
         data=data,

@@ -32,6 +32,7 @@ ORDER = [
     "precision",
     "fp32_modules",
     "fp16",
+    "torch_autocast",
     "zero_optimization",
     "gradient_clipping",
     "optimizer",

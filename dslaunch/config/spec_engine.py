@@ -175,6 +175,17 @@ class ClusterSpec(Section):
     master_port: Port | None = Field(None, description="Port on which they meet. Default: a free one.")
 
 
+class TorchAutocastSpec(Section):
+    """DeepSpeed's block of the same name: weights stay fp32, forward computes in bf16 by autocast."""
+
+    enabled: bool = Field(False, description="Compute in precision bf16 with fp32 weights.")
+    lower_precision_safe_modules: Names = Field(
+        (),
+        description="Classes (`torch.nn.Linear`) whose weights and gradients may be sent in bf16 too."
+        " Default: DeepSpeed's, linear and convolution layers.",
+    )
+
+
 class EngineSpec(Section):
     """What the DeepSpeed JSON is made from."""
 
@@ -184,6 +195,9 @@ class EngineSpec(Section):
     )
     fp16: Fp16Spec = Field(
         default_factory=dict, validate_default=True, description="Loss scaling for precision fp16."
+    )
+    torch_autocast: TorchAutocastSpec = Field(
+        default_factory=dict, validate_default=True, description="bf16 by autocast, with fp32 weights."
     )
     zero_optimization: ZeroSpec = Field(
         default_factory=dict, validate_default=True, description="ZeRO sharding."

@@ -182,7 +182,7 @@ def _resolved(
 
 def _is_computed_wrong(engine: EnginePlan) -> bool:
     """16-bit stage 0 of DeepSpeed is (docs/upstream.md): nothing to choose, whoever runs it."""
-    return engine.zero_stage == 0 and engine.precision != "fp32"
+    return engine.zero_stage == 0 and engine.weights != "fp32"
 
 
 def _fits_adapter(spec: EngineSpec) -> bool:

@@ -284,6 +284,7 @@ class RunPlan:
     ds_config: Mapping[str, Any]  # the DeepSpeed JSON, as rendered; empty with engine torch
     origins: Mapping[str, Origin]
     engine: EngineKind = "deepspeed"
+    torch_autocast: tuple[str, ...] | None = None  # on where not None: lower_precision_safe_modules
     watch: WatchPlan = field(default_factory=WatchPlan)
     allow_untested_deepspeed: str | None = None
     fp32_modules: tuple[str, ...] = ()  # patterns of modules that stay in fp32 under bf16 and fp16
@@ -294,7 +295,7 @@ class RunPlan:
     @property
     def trained_in_fp32(self) -> bool:
         """Whether the trained weights are fp32 and autocast computes in ``precision``."""
-        return self.engine == "torch"
+        return self.engine == "torch" or self.torch_autocast is not None
 
 
 T = TypeVar("T")

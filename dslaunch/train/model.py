@@ -194,7 +194,8 @@ def base_precision(plan: RunPlan) -> str:
     Where what is trained is kept in fp32, the whole model is; what an adapter leaves frozen
     is not trained and has the type that is computed in.
     """
-    return "fp32" if plan.trained_in_fp32 and plan.adapter is None else plan.precision
+    whole = plan.adapter is None or plan.torch_autocast is not None  # DeepSpeed wants one type for all
+    return "fp32" if plan.trained_in_fp32 and whole else plan.precision
 
 
 def check_vocabulary(model: Any, tokenizer: Any, name: str) -> None:

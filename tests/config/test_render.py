@@ -192,7 +192,7 @@ def test_overrides_cannot_contradict_the_run_file(written: str, message: str, hi
         (
             "torch_autocast: {enabled: true, dtype: bfloat16}",
             "torch_autocast: dslaunch has its own",
-            "set precision in",
+            "set torch_autocast in",
         ),
         ("data_types: {grad_accum_dtype: fp16}", "'fp16' does not go with precision fp32", "write fp32, or"),
         ("data_types: {param_dtype: bf16}", "'bf16' does not go with precision fp32", None),

@@ -62,6 +62,7 @@ def make_plan(
     model: Mapping[str, Any] | None = None,
     ds_config: Mapping[str, Any] | None = None,
     engine: EngineKind = "deepspeed",
+    torch_autocast: bool = False,
 ) -> RunPlan:
     """A plan whose run directory is ``root/run``; the worker can be started on it at once."""
     run_dir = root / "run"
@@ -88,7 +89,10 @@ def make_plan(
         fp16=None,
         zero_stage=zero_stage if engine == "deepspeed" else 0,  # type: ignore[arg-type]
         gradient_clipping=gradient_clipping,
-        optimizer=optimizer or OptimizerPlan(type="AdamW", lr=lr, params={"lr": lr, "weight_decay": 0.0}),
+        optimizer=replace(
+            optimizer or OptimizerPlan(type="AdamW", lr=lr, params={"lr": lr, "weight_decay": 0.0}),
+            made_by="dslaunch" if engine == "torch" else "deepspeed",
+        ),
         scheduler=SchedulerPlan(type="linear", warmup_steps=2),
         batch=batch,
         num_train_epochs=num_train_epochs,
@@ -100,11 +104,15 @@ def make_plan(
             run_dir=str(run_dir),
             cwd=str(root),
         ),
-        ds_config={**_ds_config(batch, zero_stage, precision, lr), **(ds_config or {})}
-        if engine == "deepspeed"
-        else {},
+        ds_config={}
+        if engine == "torch"
+        else {
+            **_ds_config(batch, zero_stage, "autocast" if torch_autocast else precision, lr),
+            **(ds_config or {}),
+        },
         origins={},
         engine=engine,
+        torch_autocast=() if torch_autocast else None,
     )
 
 
@@ -141,6 +149,8 @@ def _ds_config(batch: BatchPlan, zero_stage: int, precision: str, lr: float) -> 
         "bf16": {"enabled": precision == "bf16"},
         "fp16": {"enabled": False},
     }
+    if precision == "autocast":
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     if zero_stage == 3:
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return config

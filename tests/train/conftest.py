@@ -61,6 +61,13 @@ def _plans(root: Path) -> dict[str, RunPlan]:
             "model": {"gradient_checkpointing": True},
         },
         "s3-dora": {"zero_stage": 3, "adapter": dora},
+        "s0-autocast-bf16": {"zero_stage": 0, "precision": "bf16", "torch_autocast": True},
+        "s3-autocast-lora-bf16": {
+            "zero_stage": 3,
+            "precision": "bf16",
+            "torch_autocast": True,
+            "adapter": LORA,
+        },
         "torch-full-bf16": {"engine": "torch", "precision": "bf16"},
         "torch-dropout-bf16": {
             "engine": "torch",

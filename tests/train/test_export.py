@@ -32,8 +32,9 @@ from dslaunch.train.weights import TrainedWeights, check_tensors, find_checkpoin
 from tests.support.plans import read_rows
 from tests.train.conftest import FinishedRuns
 
-ADAPTERS = ["s0-lora", "s1-lora-bf16", "s3-lora", "s3-dora", "s2-dropout", "torch-dropout-bf16"]
-FULL = ["s0-full", "s2-full", "s3-full-bf16", "torch-full-bf16"]
+ADAPTERS = ["s0-lora", "s1-lora-bf16", "s3-lora", "s3-dora", "s2-dropout"]
+ADAPTERS += ["torch-dropout-bf16", "s3-autocast-lora-bf16"]
+FULL = ["s0-full", "s2-full", "s3-full-bf16", "torch-full-bf16", "s0-autocast-bf16"]
 IDS = torch.arange(5, 45).unsqueeze(0)
 
 

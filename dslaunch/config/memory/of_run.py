@@ -139,10 +139,11 @@ def _worker_setup(
 
     With engine torch what is trained is fp32; what an adapter leaves frozen is not.
     """
-    e = 4 if precision == "fp32" else 2
     alone = engine == "torch"
+    autocast = precision != "fp32" and (alone or uses_autocast(config))
     if alone:
         config = {}
+    e = 4 if precision == "fp32" or (autocast and not alone) else 2  # of what is frozen
     trainable = facts.tensors
     if adapter is not None:
         trainable = adapter_tensors(
@@ -161,8 +162,8 @@ def _worker_setup(
         frozen=() if adapter is None else frozen_tensors(facts, bytes_each=e, quantization=quantization),
         method="full" if adapter is None else "qlora" if quantization else "lora",
         engine=engine,
-        autocast=alone and e == 2,
-        precision="fp32" if alone else precision,
+        autocast=autocast,
+        precision="fp32" if alone or autocast else precision,
         zero_stage=1 if stage_0_as_1 else zero_stage,
         zero=zero_options(config),
         world_size=batch.world_size,
@@ -197,6 +198,8 @@ def setup_of_config(
     device_type: Literal["cpu", "cuda"],
 ) -> Setup:
     """The setup of somebody's own script that runs under the DeepSpeed config ``config``."""
+    autocast = uses_autocast(config)
+    precision = "fp32" if autocast else precision
     full, e = training.method == "full", 4 if precision == "fp32" else 2
     reward = training.task == "reward"
     model = with_value_head(facts) if reward else facts
@@ -210,6 +213,7 @@ def setup_of_config(
         precomputed_reference=training.precompute_ref_log_probs,
         method=training.method,
         precision=precision,
+        autocast=autocast,
         zero_stage=config["zero_optimization"]["stage"],
         zero=zero_options(config),
         world_size=batch.world_size,
@@ -250,6 +254,11 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
     param = block.get("offload_param") or {}
     given |= {ours: int(param[key]) for key, ours in _NVME_SIZES.items() if param.get(key) is not None}
     return ZeroOptions(overlap_comm=bool(block.get("overlap_comm")), **given)
+
+
+def uses_autocast(config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed keeps fp32 weights and computes by autocast."""
+    return bool((config.get("torch_autocast") or {}).get("enabled"))
 
 
 def accumulates_in_fp32(config: Mapping[str, Any]) -> bool:

@@ -37,6 +37,8 @@ def state_items(setup: Setup, rank: int) -> list[Item]:
         items = _bf16_optimizer(setup)
     else:
         items = _stage_1_2(setup, rank)
+    if setup.autocast:  # it keeps what it has cast until backward is through
+        items.append(Item("16-bit copies of the weights (autocast)", 2 * setup.numel, PASSES))
     return [item for item in items if item.size]
 
 
@@ -63,7 +65,6 @@ def _torch(setup: Setup) -> list[Item]:
         Item("gradients", 4 * numel),
         Item("optimizer states", setup.optimizer.states_of(setup.trainable)),
         Item("DDP's first buckets", 4 * numel if setup.world_size > 1 else 0, PASSES),
-        Item("16-bit copies of the weights (autocast)", 2 * numel if setup.autocast else 0, PASSES),
         Item("optimizer's temporaries", setup.optimizer.temporary * largest, (UPDATE,)),
     ]
 
