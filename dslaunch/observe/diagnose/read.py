@@ -184,8 +184,10 @@ def _read_log(path: str, story: Story, notes: list[str]) -> tuple[str, int]:
 def _read_directory(path: Path, story: Story, notes: list[str]) -> list[tuple[str, int]]:
     """A run directory: its metrics and events; else the logs of its ranks."""
     run = RunDir(path)
-    for name, value in _config_settings(run).items():
-        story.settings.setdefault(name, Setting(value, "log", "ds_config.json names it"))
+    # Without DeepSpeed (engine torch) there is no JSON for it, and the plan has the same section.
+    source = run.ds_config if run.ds_config.exists() else run.plan
+    for name, value in _config_settings(source).items():
+        story.settings.setdefault(name, Setting(value, "log", f"{source.name} names it"))
     if run.metrics.exists():
         return _read_run(run, story)
     logs = sorted(run.logs.glob("rank-*.log"), key=lambda log: int(re.sub(r"\D", "", log.stem) or 0))
@@ -197,13 +199,12 @@ def _read_directory(path: Path, story: Story, notes: list[str]) -> list[tuple[st
     return [_read_log(str(log), story, notes) for log in logs]
 
 
-def _config_settings(run: RunDir) -> dict[str, float]:
+def _config_settings(path: Path) -> dict[str, float]:
     try:
-        config = json.loads(run.ds_config.read_text(encoding="utf-8"))
-        fp16 = config.get("fp16", {})
-        found = (
-            {name: float(fp16[name]) for name in _FP16_KEYS if name in fp16} if fp16.get("enabled") else {}
-        )
+        config = json.loads(path.read_text(encoding="utf-8"))
+        fp16 = config.get("fp16") or {}
+        is_on = fp16.get("enabled", config.get("precision") == "fp16")
+        found = {name: float(fp16[name]) for name in _FP16_KEYS if name in fp16 and is_on}
         zero = config.get("zero_optimization", {})
         if isinstance(zero.get("overlap_comm"), bool):
             found["overlap_comm"] = float(zero["overlap_comm"])
@@ -260,6 +261,11 @@ def _record(row: dict[str, Any], number: int) -> Record | None:
             "metrics", number, step, loss=_float(row.get("loss")), norm=_float(row.get("grad_norm")),
             scale=None if scale == 1.0 else scale, name="scale used", text=text,
         )  # fmt: skip
+    if kind == "loss_scale_grew" and isinstance(step, int):
+        before, after = _float(row.get("previous_loss_scale")), _float(row.get("loss_scale"))
+        return Record("growth", number, step, before=before, after=after, text=text)
+    if kind == "hysteresis_changed" and isinstance(step, int):
+        return Record("spared", number, step, before=_float(row.get("previous_hysteresis")), text=text)
     if kind == "rank_error" and "already at minimum" in str(row.get("message")):
         return Record("minimum", number, text=text)
     if kind == "verdict" and isinstance(step, int) and row.get("verdict") in OWN_VERDICTS:

@@ -15,8 +15,9 @@ from typing import Literal
 from dslaunch.observe.diagnose.source import Found
 
 Kind = Literal[
-    "overflow", "fused", "growth", "set", "static", "minimum", "metrics", "mark", "setting", "ended"
-]
+    "overflow", "fused", "growth", "set", "static", "minimum", "metrics", "mark", "setting", "ended",
+    "spared",
+]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class Record:
     ``overflow``: a skipped step, the scale it ran with (``before``) and the next one (``after``).
     ``fused``: the overflow of iteration ``step`` at ZeRO stage 0, whose scale a line of its own tells.
     ``growth``, ``set``, ``static``: the scale. ``minimum``: the run ends for it. ``metrics``: numbers.
+    ``spared``: the overflow of ``step`` took one of ``before`` from the hysteresis, and left the scale.
     ``ended``: dslaunch's own watch ended the run, with the verdict ``name``.
     ``mark``: step ``step`` is over. ``setting``: ``name`` of the fp16 section is ``before``.
     ``name`` is "scale used" where ``scale`` is the one that the step ran with, not the next one.
@@ -50,6 +52,15 @@ class Record:
     second: int | None = None
     text: bytes = b""
     spans: dict[str, tuple[int, int]] | None = None
+
+
+def sign_of_good(record: Record) -> int:
+    """How surely a line of numbers tells of a step that was taken: 2 is sure."""
+    if record.skipped:
+        return 0
+    if record.norm is not None:
+        return 2 if math.isfinite(record.norm) and record.norm > 0 else 0
+    return 1 if record.loss is not None and math.isfinite(record.loss) else 0
 
 
 _NUMBER = rb"([-+]?\d{1,80}(?:\.\d*)?(?:[eE][-+]?\d{1,2})?)"  # so that it is finite

@@ -14,7 +14,7 @@ from typing import Any
 from dslaunch.observe.diagnose.course import Overflow, Setting
 from dslaunch.observe.diagnose.facts import LOSS_WINDOW, LossStory, Place, Run, Streak
 from dslaunch.observe.diagnose.series import Series, last_of_each
-from dslaunch.observe.diagnose.shapes import Record
+from dslaunch.observe.diagnose.shapes import Record, sign_of_good
 
 _MAX_EVENTS = 4000
 
@@ -79,8 +79,14 @@ class Story:
             self.ended = (record.name, self._place(record, file))
         elif kind == "static":
             self._static(record, file)
+        elif kind == "spared":
+            self._spare(record)
         elif record.after is not None and record.after != self.scale:  # growth, set
-            self._observe_scale(record.after, self.clock + 1)  # said within the step, before its end is
+            # Where no step is named: within a step, before its end.
+            step = self.clock + 1 if record.step is None else record.step
+            if self.scale is None and record.before is not None and step > 1:
+                self._observe_scale(record.before, step - 1)
+            self._observe_scale(record.after, step)
             self._good += 2
 
     @property
@@ -233,6 +239,11 @@ class Story:
         else:
             self.stuck = Run()
 
+    def _spare(self, record: Record) -> None:
+        if self.overflows and self.overflows[-1].step == record.step and record.before is not None:
+            self.overflows[-1].hysteresis = int(record.before)
+            self.stuck = Run()
+
     def _at_floor(self, scale: float) -> bool:
         floor = self.settings.get("min_loss_scale")
         return scale <= (floor.value if floor else 1.0)
@@ -277,7 +288,7 @@ class Story:
         elif record.bar is None and record.loss is not None:
             self.clock += 1
         self._seen_metrics += 1
-        self._good += self._sign_of_good(record)
+        self._good += sign_of_good(record)
         if record.loss is not None:
             self._loss(record.loss, record, file)
         if record.norm is not None:
@@ -319,13 +330,6 @@ class Story:
             if self.same_norm.count > self.longest_same_norm.count:
                 self.longest_same_norm = self.same_norm
         self._norm = norms[-1]
-
-    def _sign_of_good(self, record: Record) -> int:
-        if record.skipped:
-            return 0
-        if record.norm is not None:
-            return 2 if math.isfinite(record.norm) and record.norm > 0 else 0
-        return 1 if record.loss is not None and math.isfinite(record.loss) else 0
 
     def _skips_in_metrics(self, record: Record, file: str) -> None:
         """Megatron counts the skipped steps in the line of its step, where the scale is the next one."""

@@ -16,7 +16,8 @@ from dslaunch.cli.diagnose import diagnosis_lines
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.events import JsonlWriter
 from dslaunch.observe.diagnose.read import diagnose
-from tests.observe.diagnose.logs import names, overflow_line, read, zero_log
+from tests.observe.diagnose.logs import names, overflow_line, read, scales_by_step, zero_log
+from tests.oracles.loss_scaler import Scaler
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -142,6 +143,47 @@ def test_a_run_directory(tmp_path: Path) -> None:
     assert names(found) == ["loss_nan", "warm_up_descent"]
     assert found.verdicts[0].evidence[0].step == 26
     json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_a_run_names_its_growths_and_its_hysteresis(tmp_path: Path) -> None:
+    """A line every tenth step only: the events alone tell where the scale moved."""
+    metrics, events = JsonlWriter(tmp_path / "metrics.jsonl"), JsonlWriter(tmp_path / "events.jsonl")
+    scaler = Scaler(4.0, window=6, hysteresis=2)
+    scales: dict[int, float] = {}
+    for step in range(1, 61):
+        used, left = scaler.scale, scaler.left
+        scales[step] = used
+        bad = step in (21, 22, 40)
+        grew = scaler.step(bad)
+        if bad:
+            events.write("step_skipped", step=step, reason="overflow", ranks=[0], loss_scale=used,
+                         next_loss_scale=scaler.scale)  # fmt: skip
+        if bad and scaler.left != left:
+            events.write("hysteresis_changed", step=step, ranks=[0], loss_scale=scaler.scale,
+                         previous_hysteresis=left, hysteresis=scaler.left)  # fmt: skip
+        if grew:
+            events.write("loss_scale_grew", step=step, ranks="all", loss_scale=scaler.scale,
+                         previous_loss_scale=used)  # fmt: skip
+        if step % 10 == 0:
+            metrics.write("train", step=step, loss=2.0, grad_norm=1 + step / 9, loss_scale=used, skipped=bad)
+    for writer in (metrics, events):
+        writer.close()
+    found = diagnose([str(tmp_path)])
+    assert scales_by_step(found, 60) == list(scales.values())
+    assert not found.course.growths  # none had to be inferred
+    assert found.course.settings["hysteresis"].value == 2
+    assert names(found) == ["saw_tooth"]
+
+
+def test_a_run_without_deepspeed_has_its_settings_in_the_plan(tmp_path: Path) -> None:
+    section = {"loss_scale": "dynamic", "loss_scale_window": 50, "hysteresis": 1, "min_loss_scale": 2}
+    (tmp_path / "plan.json").write_text(json.dumps({"engine": "torch", "precision": "fp16", "fp16": section}))
+    metrics = JsonlWriter(tmp_path / "metrics.jsonl")
+    metrics.write("train", step=1, loss=2.0, grad_norm=1.0, loss_scale=4.0, skipped=False)
+    metrics.close()
+    settings = diagnose([str(tmp_path)]).course.settings
+    assert (settings["loss_scale_window"].value, settings["min_loss_scale"].value) == (50, 2)
+    assert settings["hysteresis"].why == "plan.json names it"
 
 
 def test_a_run_of_another_script_has_its_ranks_logs(tmp_path: Path) -> None:
