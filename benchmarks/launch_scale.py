@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,9 @@ def run_one(num_hosts: int, folder: Path, server: str | None) -> dict[str, Any]:
     """One launch, in this process; ``server``: the name that ssh goes to for every host."""
     names = [f"host{i:05}.invalid" for i in range(num_hosts)]
 
-    def build(host: Host, orders: dict[str, Any], environ: Mapping[str, str]) -> Command:
+    def build(
+        host: Host, orders: dict[str, Any], environ: Mapping[str, str], within: Sequence[str]
+    ) -> Command:
         if server is None:
             return local.build_agent_command(host, orders, environ)
         return ssh.build_agent_command(dataclasses.replace(host, name=server), orders, environ)

@@ -2,7 +2,10 @@
 
 ONE file, standard library only, Python 3.8 or newer, Linux: it is run by path
 (``python -I -S agent.py``) or sent over stdin to a host that has no dslaunch.
-That it must travel alone is why it is longer than our other files.
+That it must travel alone is why it is longer than our other files. From top to bottom: what a rank's
+output passes through (Log, Stream, Rank), the Agent with its loop (starting, reading, ends), then what is
+asked of the host (the run directory, ports and addresses, limits, devices, programs and processes), and
+how it all begins (``main``).
 
 Its stdin is JSON lines. The first is the orders::
 
@@ -84,6 +87,9 @@ def to_bytes(value: str) -> bytes:
 
 def to_text(value: bytes) -> str:
     return value.decode("utf-8", "surrogateescape")
+
+
+# --- the parts of an agent --------------------------------------------------------------------------
 
 
 class Refusal(Exception):
@@ -493,14 +499,10 @@ class Agent:
         if code not in (-signal.SIGKILL, -signal.SIGBUS):
             return None
         before, now = self.oom_kills_before, oom_kills()
-        try:
-            shm = os.statvfs("/dev/shm")
-        except OSError:
-            shm = None
         return {
             "memory_limit_bytes": memory_limit(),
             "oom_kills": None if before is None or now is None else now - before,
-            "shm_bytes": None if shm is None else shm.f_blocks * shm.f_frsize,
+            "shm_bytes": shm_bytes(),
         }
 
     def begin_stop(self, grace_s: float) -> None:
@@ -643,6 +645,9 @@ class Agent:
             self.write_out()
 
 
+# --- what is asked of the host: the run directory, ports and addresses ------------------------------
+
+
 def check_witness(witness: dict[str, str] | None) -> None:
     """Raises Refusal where this host does not see the run directory that the launcher wrote to."""
     if witness is None:
@@ -776,6 +781,9 @@ def interface_to(address: str) -> str | None:
         return None
 
 
+# --- its cores, memory, versions and CPU ------------------------------------------------------------
+
+
 def usable_cores(root: str = "/") -> int:
     """Cores that this process may use: its affinity, cut by the CPU quotas of its cgroups (v2 and v1)."""
     cores = len(os.sched_getaffinity(0))
@@ -897,6 +905,9 @@ def cpu_key() -> str:
     return hashlib.sha256(cpu_model().encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
+# --- its devices ------------------------------------------------------------------------------------
+
+
 def device_variable(env: dict[bytes, bytes], root: str = "/") -> bytes:
     """The variable that this host's device ids are counted in, and so have to be written to."""
     amd = os.path.exists(os.path.join(root, "dev/kfd"))
@@ -960,6 +971,9 @@ def visible_devices(slots: Sequence[str], all_slots: Sequence[str], inherited: b
             )
         devices.append(device)
     return ",".join(devices)
+
+
+# --- programs and processes -------------------------------------------------------------------------
 
 
 def find_program(name: bytes, path: bytes, cwd: bytes) -> bytes:
@@ -1035,6 +1049,9 @@ def kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
+
+
+# --- the beginning ----------------------------------------------------------------------------------
 
 
 def read_orders() -> tuple[dict[str, Any], bytes]:

@@ -88,6 +88,23 @@ def test_a_rank_that_prints_a_lot(launch: Launch) -> None:
         assert (launched.run_dir / "logs" / f"rank-{rank}.log").read_bytes() == expected
 
 
+def test_megabytes_without_a_line_end(launch: Launch) -> None:
+    code = "for _ in range(160): os.write(2 if rank else 1, b'\\xff\\0\\x1bx' * 16384)"
+    launched = launch(python(code))
+    exit_code, out, _ = launched.wait()
+    assert exit_code == 0
+    assert len(out.encode("utf-8", "surrogateescape")) >= 160 * 65536
+    assert [(launched.run_dir / f"logs/rank-{n}.log").stat().st_size for n in range(2)] == [160 * 65536] * 2
+
+
+def test_a_rank_that_closes_its_output_is_still_watched(launch: Launch) -> None:
+    code = "os.close(1); os.close(2); time.sleep(0.5); os._exit(4 if rank else 0)"
+    exit_code, _, err = launch(python(code)).wait()
+    assert exit_code == 4
+    assert "rank 1 on localhost failed first: it exited with code 4" in err
+    assert "it wrote nothing to stderr" in err
+
+
 def test_a_failure_is_seen_while_nobody_reads_our_output(launch: Launch, tmp_path: Path) -> None:
     code = (
         "if rank == 1:\n"
