@@ -154,6 +154,10 @@ class AgentLink:
             assert stream is not None
             stream.close()
 
+    def rouse(self) -> None:
+        """CONT to the agent, or to what leads to it: one that somebody stopped would obey no command."""
+        self.process.send_signal(signal.SIGCONT)  # nothing, where it has ended
+
     def kill(self) -> None:
         """KILL the agent, whose ranks the kernel then kills, and the ranks' process groups.
 

@@ -30,6 +30,7 @@ class Stopping:
     def stop(self, grace_s: float, command: str = "stop") -> None:
         """TERM to all ranks, KILL after ``grace_s``; with "kill" at once."""
         for link in self._links:
+            link.rouse()
             link.send(command, grace_s=grace_s)
         limit = time.monotonic() + grace_s + self._plan.failure_grace_s + SLACK_S
         self._kill_agents_at = min(self._kill_agents_at, limit)

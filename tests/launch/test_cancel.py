@@ -243,6 +243,16 @@ def test_a_terminal_that_goes_away_is_a_hup_and_holds_nothing_up(launch: Launch,
     assert (tmp_path / "checkpoint-1").exists()
 
 
+def test_an_agent_that_somebody_stopped_is_no_obstacle(launch: Launch, tmp_path: Path) -> None:
+    launched = launch(python(ON_TERM + WAIT))
+    launched.wait_for_files(tmp_path, "ready-0", "ready-1")
+    os.kill(launched.agent_pid(), signal.SIGSTOP)
+    launched.process.send_signal(signal.SIGINT)
+    code, _, err = launched.wait()
+    assert code == 75
+    assert "does not answer" not in err
+
+
 def test_only_the_launcher_hears_the_terminals_ctrl_c(launch: Launch, tmp_path: Path) -> None:
     # Ranks and agent are in sessions of their own: a terminal signals one foreground group.
     code = "signal.signal(signal.SIGINT, lambda *_: touch('hurt'))\n" + ON_TERM + WAIT
