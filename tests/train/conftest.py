@@ -13,6 +13,7 @@ from tests.support.plans import LORA, make_plan, save_plan, write_questions
 from tests.support.ranks import check_ranks, run_ranks
 from tests.support.tiny import make_tiny_model_dir
 
+WIDE = ("*norm*", "lm_head")
 SCRIPT = Path(__file__).with_name("rank_plans.py")
 
 
@@ -52,6 +53,7 @@ def _plans(root: Path) -> dict[str, RunPlan]:
         "s0-full": {"zero_stage": 0, "eval_data": held_out},
         "s2-full": {"zero_stage": 2, "model_dir": untied},
         "s3-full-bf16": {"zero_stage": 3, "precision": "bf16"},
+        "s3-wide-bf16": {"zero_stage": 3, "precision": "bf16", "model_dir": untied, "fp32_modules": WIDE},
         "s0-lora": {"zero_stage": 0, "adapter": LORA, "packing": True},
         "s1-lora-bf16": {"zero_stage": 1, "adapter": LORA, "precision": "bf16"},
         "s3-lora": {
@@ -93,6 +95,8 @@ def _plans(root: Path) -> dict[str, RunPlan]:
     plans = {}
     for name, settings in kinds.items():
         settings = {"model_dir": model, "data": data, **settings}
-        plans[name] = make_plan(root / name, **settings)  # type: ignore[arg-type]
+        wide = settings.pop("fp32_modules", ())
+        plan = make_plan(root / name, **settings)  # type: ignore[arg-type]
+        plans[name] = replace(plan, fp32_modules=wide)  # type: ignore[arg-type]
     plans["s2-dropout"] = replace(plans["s2-dropout"], neftune_noise_alpha=5.0, optimizer=noisy)
     return plans

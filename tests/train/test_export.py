@@ -28,7 +28,7 @@ from dslaunch.train import export
 from dslaunch.train.checkpoint.pickles import check_pickle
 from dslaunch.train.data.collate import collate
 from dslaunch.train.export import export_checkpoint
-from dslaunch.train.weights import TrainedWeights, check_tensors, find_checkpoint
+from dslaunch.train.weights import TrainedWeights, check_tensors, find_checkpoint, load_trained_weights
 from tests.support.plans import read_rows
 from tests.train.conftest import FinishedRuns
 
@@ -104,6 +104,21 @@ def test_full_model_loads_and_was_trained(finished_runs: FinishedRuns, tmp_path:
     assert report.num_parameters == sum(p.numel() for p in after.values())
     assert all(before[n].shape == after[n].shape for n in before)
     assert all(not torch.equal(before[n].float(), after[n].float()) for n in before if "norm" not in n)
+
+
+def test_modules_in_fp32_are_exported_as_they_were_trained(
+    finished_runs: FinishedRuns, tmp_path: Path
+) -> None:
+    run_dir = finished_runs.run_dir("s3-wide-bf16")
+    export_checkpoint(run_dir, tmp_path / "model")
+    masters = load_trained_weights(find_checkpoint(run_dir)).tensors
+    written = load_file(tmp_path / "model/model.safetensors")
+    assert written.keys() == masters.keys()
+    for name, tensor in written.items():
+        wide = "norm" in name or "lm_head" in name
+        assert tensor.dtype == (torch.float32 if wide else torch.bfloat16), name
+        assert torch.equal(tensor, masters[name] if wide else masters[name].bfloat16()), name
+        assert not wide or not torch.equal(tensor, tensor.bfloat16().float()), name
 
 
 def test_exported_model_has_the_held_out_loss_of_the_run(finished_runs: FinishedRuns, tmp_path: Path) -> None:

@@ -179,6 +179,18 @@ def test_the_witness_sees_layers_that_get_no_gradient(model_dir: Path) -> None:
         witness.check(_alone)
 
 
+def test_a_backend_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    Gemma2ForCausalLM(Gemma2Config(**sizes, **heads)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"does not run with model\.attn_implementation sdpa") as caught:
+        load_base_model(_plan(tmp_path, attn_implementation="sdpa"), torch.float32)
+    assert "eager" in str(caught.value.hint)
+    assert load_base_model(_plan(tmp_path, attn_implementation="eager"), torch.float32) is not None
+
+
 def test_checkpointing_with_a_frozen_embedding_reaches_every_adapter(model_dir: Path, tmp_path: Path) -> None:
     plan = make_plan(
         tmp_path, model_dir, tmp_path / "none", adapter=LORA, model={"gradient_checkpointing": True}
