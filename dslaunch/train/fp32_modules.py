@@ -248,7 +248,7 @@ def _tied_twins(
 def _refuse_quantised(
     parameters: list[tuple[str, torch.nn.Parameter]], fp32: dict[torch.nn.Parameter, None]
 ) -> None:
-    packed = [name for name, p in parameters if p in fp32 and is_quantised(p)]
+    packed = [n for n, p in parameters if p in fp32 and (is_quantised(p) or not p.is_floating_point())]
     if packed:
         raise ConfigError(
             f"{KEY}: {packed[0]} is quantised, and cannot be fp32",
