@@ -46,6 +46,7 @@ def disk_of_run(plan: RunPlan) -> DiskSpace | None:
     from dslaunch.config.memory.hub import cached_model
     from dslaunch.config.memory.model import load_model_facts
     from dslaunch.config.memory.of_run import setup_of_run
+    from dslaunch.config.memory.tensors import total
 
     model = plan.model
     path = cached_model(model.path, model.revision, os.environ) if model.kind == "hub" else Path(model.path)
@@ -56,7 +57,8 @@ def disk_of_run(plan: RunPlan) -> DiskSpace | None:
     except ConfigError:  # `plan` says it, and so do the ranks
         return None
     run_dir = RunDir(Path(plan.launch.run_dir))
-    whole = setup.model.numel * setup.bytes_each
+    wide = setup.fp32_trained if plan.adapter is None else setup.fp32_frozen
+    whole = setup.model.numel * setup.bytes_each + 2 * total(wide)
     return DiskSpace(
         checkpoint_bytes=checkpoint_bytes(setup),
         checkpoints_at_once=_most_at_once(plan),

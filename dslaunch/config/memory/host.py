@@ -9,6 +9,7 @@ from __future__ import annotations
 from dslaunch.config.memory.items import ALWAYS, ON_DISK, PAGE_CACHE, Item
 from dslaunch.config.memory.setup import Setup, flat_size, shard
 from dslaunch.config.memory.states import frozen_bytes, stage_3_share
+from dslaunch.config.memory.tensors import total
 
 LOAD, TRAIN, RESUME = "loading", "training", "resuming"
 HOST_PHASES = (LOAD, TRAIN, RESUME)
@@ -52,7 +53,8 @@ def checkpoint_bytes(setup: Setup) -> int:
         masters = 0 if e == 4 else 4 * numel
         return e * numel + frozen + masters + setup.optimizer.states_of(setup.trainable) + overhead
     flat = flat_size(numel, setup.world_size)
-    return e * numel + frozen + 4 * flat + states(flat) + overhead
+    weights = e * numel + (4 - e) * total(setup.fp32_trained)
+    return weights + frozen + 4 * flat + states(flat) + overhead
 
 
 def _loading(setup: Setup) -> list[Item]:

@@ -27,6 +27,7 @@ def test_below_stage_3_they_take_two_bytes_more_for_each_weight() -> None:
     assert size(plan, "fp32_modules: weights") == 2 * (norms + head(wide.model))
     assert size(plan, "fp32_modules: gradients") == 2 * head(wide.model)  # one at a time
     plain = plan_memory(setup(LLAMA_3_8B, zero_stage=2))
+    assert plan.checkpoint_bytes - plain.checkpoint_bytes == 2 * (norms + head(wide.model))
     assert plan.rest_bytes - plain.rest_bytes == 2 * (norms + head(wide.model))
 
 
