@@ -54,7 +54,7 @@ def add_adapter(model: Any, adapter: AdapterPlan, new_ids: Sequence[int] = ()) -
     count = len({name.rsplit(".lora_", 1)[0] for name, _ in wrapped.named_parameters() if _is_lora_a(name)})
     if count == 0:
         raise _no_match("adapter.target_modules", " ".join(adapter.target_modules), linear_names(model))
-    trained = "".join(f", {len(ids)} rows of {name}" for name, ids in rows.items())
+    trained = "".join(f", {len(ids)} row{'s' * (len(ids) > 1)} of {name}" for name, ids in rows.items())
     return wrapped, f"{adapter.type} adapter of rank {adapter.r} on {count} layers{trained}{parted}"
 
 

@@ -300,7 +300,13 @@ def _read_template(path: str) -> str:
         raise ConfigError(f"model.chat_template: cannot read {path}: {error}") from None
 
 
+def _numel(parameter: Any) -> int:
+    """Weights of a whole parameter; of 4-bit ones not the elements that they are packed in."""
+    state = getattr(parameter, "quant_state", None)
+    return full_shape(parameter).numel() if state is None else state.shape.numel()
+
+
 def _size_note(model: Any, trainable: list[torch.nn.Parameter]) -> str:
-    total = sum(full_shape(p).numel() for p in model.parameters())
+    total = sum(_numel(p) for p in model.parameters())
     trained = sum(full_shape(p).numel() for p in trainable)
     return f"training {trained:,} of {total:,} parameters ({100 * trained / total:.2f}%)"

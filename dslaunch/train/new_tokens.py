@@ -54,7 +54,10 @@ def grow_vocabulary(model: Any, tokenizer: Any, names: Sequence[str]) -> str:
             mean = weight[: min(first, rows)].float().mean(dim=0)
             weight[list(ids)] = mean.to(weight.dtype)
     grown = f"{rows} rows became {len(tokenizer)}" if len(tokenizer) > rows else f"the model has {rows} rows"
-    return f"{len(names)} new tokens, ids {ids[0]} to {ids[-1]}, begin at the mean of the others ({grown})"
+    said = f"1 new token, id {ids[0]}, begins"
+    if len(ids) > 1:
+        said = f"{len(ids)} new tokens, ids {ids[0]} to {ids[-1]}, begin"
+    return f"{said} at the mean of the others ({grown})"
 
 
 def unused_tokens(dataset: Any, tokenizer: Any, names: Sequence[str]) -> list[str]:
@@ -68,7 +71,7 @@ def unused_tokens(dataset: Any, tokenizer: Any, names: Sequence[str]) -> list[st
             del missing[token]
     if not missing:
         return []
-    return [f"{KEY}: {', '.join(map(repr, missing.values()))} never occur in the training data"]
+    return [f"{KEY}: not once in the training data: {', '.join(map(repr, missing.values()))}"]
 
 
 def rows_to_train(model: Any, adapter: AdapterPlan, new_ids: Sequence[int]) -> dict[str, list[int]]:

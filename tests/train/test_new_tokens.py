@@ -230,5 +230,5 @@ def test_a_token_that_the_data_never_has_is_told() -> None:
     data = [Sample(1, 2), Sample(3, 384)]
     assert unused_tokens(data, Tokenizer(), (TOOL,)) == []
     assert unused_tokens(data, Tokenizer(), (TOOL, END)) == [
-        "model.new_tokens: '<|end_of_tool|>' never occur in the training data"
+        "model.new_tokens: not once in the training data: '<|end_of_tool|>'"
     ]

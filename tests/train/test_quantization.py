@@ -217,6 +217,16 @@ def test_weights_on_disk_that_deepspeed_would_break_are_refused() -> None:
         check_on_disk(FOUR, {**block, "quant_method": "gptq"}, torch.bfloat16)
 
 
+def test_4_bit_weights_count_as_the_weights_that_they_are(models: Path) -> None:
+    import torch
+
+    from dslaunch.train.model import _size_note, load_base_model
+
+    packed = load_base_model(plan(models / "untied", FOUR), torch.bfloat16)
+    whole = load_base_model(plan(models / "untied", None), torch.bfloat16)
+    assert _size_note(packed, []) == _size_note(whole, [])
+
+
 def test_no_quantised_parameter_can_be_asked_for_a_gradient(models: Path) -> None:
     import torch
 
