@@ -82,6 +82,7 @@ def _is_program(word: str) -> bool:
     help="Way to reach hosts: auto (default), local, ssh, slurm, openmpi, mpich, pdsh.",
 )
 @options.container_option
+@options.local_rank_option
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
@@ -168,6 +169,8 @@ def _check_request(request: LaunchRequest, ctx: click.Context) -> None:
     word = request.run_file
     if word is not None and not os.path.exists(word) and (error := _without_dashes([word], ctx)):
         raise error
+    if request.local_rank_arg and request.command is None:
+        raise click.UsageError("--local-rank-arg is for a command after `--`: our trainer needs none")
     if request.run_file is None and request.set_:
         raise click.UsageError("--set changes a run file, and there is none here")
     devices = (request.gpu, request.inventory)
@@ -368,7 +371,8 @@ def _show_host(orders: dict[str, Any], launch: LaunchPlan) -> None:
     addr = launch.master_addr or ("127.0.0.1" if one else "(host 0's address on the way to the others)")
     port = launch.master_port or "(a free port, found at start)"
     click.echo(f"\nhost {orders['host']}, in {_quoted(orders['cwd'])}, each rank runs\n")
-    click.echo(f"  {shell_text(orders['argv'])}\n\nwith, added to the environment,\n")
+    last = f" {launch.local_rank_arg}=LOCAL_RANK" if launch.local_rank_arg else ""
+    click.echo(f"  {shell_text(orders['argv'])}{last}\n\nwith, added to the environment,\n")
     for name, value in orders["env"].items():
         click.echo(f"  {name}={_quoted(value)}")
     click.echo(f"  MASTER_ADDR={addr}\n  MASTER_PORT={port}")

@@ -34,6 +34,11 @@ def print_as(
             f"{launcher} knows nothing of containers; nothing was written",
             hint="leave launch.container (--container) out, and type what is printed inside of the container",
         )
+    if plan.launch.local_rank_arg is not None:
+        raise ConfigError(
+            f"--local-rank-arg cannot be printed for {launcher}; nothing was written",
+            hint="leave it out; deepspeed gives --local_rank where its --no_local_rank is taken away",
+        )
     if plan.launch.via == "local":
         local.check_hosts(plan.launch.topology)
     check_run_dir_of(plan, request)

@@ -32,6 +32,7 @@ class LaunchRequest:
     gpu: str | None
     via: str | None
     container: str | None
+    local_rank_arg: str | None
     max_restarts: int | None
     inventory: str | None
     master_addr: str | None
@@ -228,6 +229,7 @@ def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandP
         container=None if request.container is None else options.container_plan(request.container),
         device_type=ranks.device_type,
         via=ranks.via,
+        local_rank_arg=request.local_rank_arg,
         spare_hosts=ranks.spares if request.max_restarts else (),
     )
     if request.resume:

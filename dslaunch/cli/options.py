@@ -55,6 +55,11 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
 _SCRIPT_ONLY = ("task", "precompute_ref_log_probs", "method", "lora_r")
 _TRAINING = (*_SCRIPT_ONLY, "max_length", "gradient_checkpointing", "attention")
 
+local_rank_option = click.option(
+    "--local-rank-arg",
+    type=click.Choice(["--local_rank", "--local-rank"]),
+    help="Give each rank one word more: this option, =, its local rank.",
+)
 container_option = click.option(
     "--container",
     metavar="RUNTIME:WHAT",

@@ -246,6 +246,7 @@ class LaunchPlan:
     host_timeout_s: float = 30.0  # of silence, after which a host counts as lost
     ddp_timeout_s: float = 1800.0  # of our own worker's process group
     max_restarts: int = 0
+    local_rank_arg: str | None = None  # a last word for each rank, NAME=its local rank, where asked for
     spare_hosts: tuple[Host, ...] = ()  # of the hostfile, beyond num_nodes: for hosts that fail again
 
 

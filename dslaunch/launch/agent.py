@@ -15,7 +15,7 @@ Its stdin is JSON lines. The first is the orders::
      "ops_cpu": "1a2b3c4d" | null, "failure_grace_s": 5.0, "checkpoint_grace_s": 120.0,
      "host_timeout_s": 30.0 | null, "meet": {"peers": ["b"], "addr": "..." | null,
               "port": 29500 | null, "leased": false} | null,
-     "ranks": [{"rank": 0, "env": {...}, "log": "...", "show": "all" | "errors"}]}
+     "ranks": [{"rank": 0, "env": {...}, "args": [...], "log": "...", "show": "all" | "errors"}]}
 
 then commands: ``{"command": "reach", "addr": "...", "port": n}``, ``{"command":
 "start", "env": {...}, "net": true}``, ``{"command": "stop", "grace_s": 5}``,
@@ -196,6 +196,7 @@ class Rank:
         self.number: int = orders["rank"]
         self.show_all: bool = orders["show"] == "all"
         self.env = {to_bytes(k): to_bytes(v) for k, v in orders["env"].items()}
+        self.args = [to_bytes(word) for word in orders.get("args", ())]
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
         self.streams: list[Stream] = []
@@ -329,8 +330,8 @@ class Agent:
                 break
             try:
                 rank.process = subprocess.Popen(
-                    argv, executable=program, cwd=cwd, env={**env, **rank.env}, stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+                    argv + rank.args, executable=program, cwd=cwd, env={**env, **rank.env},
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
                     start_new_session=True, preexec_fn=before_exec,
                 )  # fmt: skip
             except OSError as error:

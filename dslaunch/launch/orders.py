@@ -103,6 +103,7 @@ def build_orders(
             {
                 "rank": place.rank,
                 "env": _rank_env(plan, place),
+                "args": [f"{plan.local_rank_arg}={place.local_rank}"] if plan.local_rank_arg else [],
                 "log": str(RunDir(Path(plan.run_dir)).rank_log(place.rank)),
                 "show": "all" if place.rank == 0 else "errors",
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -24,7 +25,7 @@ ORDERS: dict[str, Any] = {
     "argv": ["p", "a b", "100%n", "$HOME", "two\nlines", "", "-x", '{"k": "v w"}', "it's", '72" tall', "*"],
     "env": {"DSLAUNCH_RUN_DIR": "/r", "X": "64(x2)", "J": '{"a": "b"}', "L": "1\n2", "MY_TOKEN": "s3cret"},
     "visible_devices": None,
-    "ranks": [{"rank": 0, "log": "/r/logs/rank-0.log", "env": {"RANK": "0"}}],
+    "ranks": [{"rank": 0, "log": "/r/logs/rank-0.log", "env": {"RANK": "0"}, "args": []}],
 }
 
 
@@ -92,3 +93,23 @@ def test_no_rank_is_given_an_option_that_it_did_not_ask_for(launch: Launch, tmp_
     code, _, err = launch([sys.executable, "-c", script]).wait()
     assert code == 0, err
     assert sorted(path.name for path in tmp_path.glob("local-*")) == ["local-0", "local-1"]
+
+
+@pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])
+def test_a_local_rank_that_was_asked_for(launch: Launch, tmp_path: Path, spelling: str) -> None:
+    """Behind all other words, also when the recorded plan is run again."""
+    show = "import os, sys; open('told-' + os.environ['RANK'], 'a').write(' '.join(sys.argv[1:]) + ';')"
+    code, _, err = launch([sys.executable, "-c", show, "x"], "--local-rank-arg", spelling).wait()
+    assert code == 0, err
+    again = [str(tmp_path / "run/launch.sh"), "--run-dir", str(tmp_path / "run2")]
+    subprocess.run(again, check=True, capture_output=True, timeout=60)
+    for rank in range(2):
+        assert (tmp_path / f"told-{rank}").read_text() == f"x {spelling}={rank};" * 2
+
+
+def test_a_local_rank_is_for_commands_alone(tmp_path: Path) -> None:
+    done = dslaunch("--local-rank-arg", "--local_rank", "run.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    options = ("--num-gpus-per-node", "1", "--local-rank-arg", "--local_rank", "--print-as", "torchrun")
+    done = dslaunch(*options, command=("--", "true"), cwd=tmp_path)
+    assert "--local-rank-arg cannot be printed for torchrun" in error_of(done)
