@@ -21,7 +21,9 @@ _RUN = (
     "run", "--detach", "--network=host", "--security-opt=seccomp=unconfined",
     "--ulimit=nofile=1024:1024", "--ulimit=nproc=9000:9000", "--volume=/usr:/usr:ro",
 )  # fmt: skip
-_PODMAN_CONF = '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\n'
+_PODMAN_CONF = (
+    '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\nlock_type = "file"\n'
+)
 _PODMAN_STORAGE = '[storage]\ndriver = "vfs"\ngraphroot = "{0}/graph"\nrunroot = "{0}/state"\n'
 
 
