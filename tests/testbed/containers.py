@@ -21,9 +21,14 @@ _RUN = (
     "run", "--detach", "--network=host", "--security-opt=seccomp=unconfined",
     "--ulimit=nofile=1024:1024", "--ulimit=nproc=9000:9000", "--volume=/usr:/usr:ro",
 )  # fmt: skip
-_PODMAN_CONF = (
-    '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\nlock_type = "file"\n'
-)
+_PODMAN_CONF = """\
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+lock_type = "file"
+tmp_dir = "{0}/tmp"
+"""
 _PODMAN_STORAGE = '[storage]\ndriver = "vfs"\ngraphroot = "{0}/graph"\nrunroot = "{0}/state"\n'
 
 
@@ -81,7 +86,7 @@ class Container:
             (self.root / name).symlink_to(f"usr/{name}")
 
     def _start_podman(self) -> list[str]:
-        (self.folder / "containers.conf").write_text(_PODMAN_CONF)
+        (self.folder / "containers.conf").write_text(_PODMAN_CONF.format(self.folder))
         (self.folder / "storage.conf").write_text(_PODMAN_STORAGE.format(self.folder))
         self.env = {
             "CONTAINERS_CONF": f"{self.folder}/containers.conf",
