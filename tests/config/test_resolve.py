@@ -415,3 +415,16 @@ def test_a_watch_that_would_stop_the_descent_of_every_scale() -> None:
     assert traced.detect_anomaly and traced.on_nonfinite == "trace"
     static = text + "fp16: {loss_scale: 128}\nwatch: {max_skipped_in_a_row: 3}\n"
     assert plan_of(static).watch.max_skipped_in_a_row == 3
+
+
+def test_an_untested_deepspeed_is_allowed_by_name_and_watch_limits_reach_the_plan() -> None:
+    text = SMALL
+    assert plan_of(text).allow_untested_deepspeed is None
+    plan = plan_of(
+        text + "allow_untested_deepspeed: 0.20.1\nwatch: {max_nonfinite_losses_in_a_row: 2,"
+        " max_unchanged_in_a_row: 7}\n"
+    )
+    assert plan.allow_untested_deepspeed == "0.20.1"
+    assert (plan.watch.max_nonfinite_losses_in_a_row, plan.watch.max_unchanged_in_a_row) == (2, 7)
+    with pytest.raises(ConfigError, match="is a number, where text is meant"):
+        plan_of(text + "allow_untested_deepspeed: 0.20\n")

@@ -349,9 +349,9 @@ def _prepare(
     name = _optimizer_name(optimizer) or ds_config.optimizer_type(settings)
     settings, clipping = ds_config.write_clipping(settings, name)
     settings, stage = ds_config.run_16bit_stage_0_as_stage_1(settings, name)
-    ds_config.refuse_muon_that_is_clipped(settings, name)
+    muon = ds_config.check_muon(settings, name)
     fp16 = permit_fp16(ds_config.precision_of(settings), allow_emulated_fp16)
-    return settings, [note for note in (clipping, stage, fp16) if note]
+    return settings, [note for note in (clipping, stage, muon, fp16) if note]
 
 
 def permit_fp16(precision: str, allow_emulated_fp16: bool) -> str | None:

@@ -149,10 +149,10 @@ BARE = Cell("fp16 dynamic", 2, 1, 0.0, False, "SGD", "straight", 2)
 
 
 def all_cases() -> dict[str, Case]:
-    cases = cases_of([*matrix.pairwise_cells(), *matrix.once_wrong_cells()])
+    cases = cases_of([*matrix.pairwise_cells(), *matrix.further_cells()])
     if WORLD_SIZE == BARE.ranks:
         cases["matrix-bare"] = lambda: run_bare(BARE)
-        cases["matrix-bare-offload"] = lambda: run_bare(matrix.once_wrong_cells()[0])
+        cases["matrix-bare-offload"] = lambda: run_bare(matrix.further_cells()[0])
     return cases
 
 

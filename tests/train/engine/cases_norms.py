@@ -162,11 +162,37 @@ def clipping_left_out(bare: bool) -> list[Any]:
         return [master(engine.module.w), said]
 
 
+class OneMatrix(torch.nn.Module):
+    """loss = sum(w * x) over a matrix, which Muon wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(4, 4))
+        self.w.use_muon = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.w * x).sum()
+
+
+def bare_muon() -> float:
+    """F11: the norm that is reported for a gradient of norm .02."""
+    settings = config(1, optimizer={"type": "Muon", "params": {"lr": 1.0, "momentum": 0.0}})
+    torch.compiler.set_stance("force_eager")  # its kernels take half a minute to compile
+    try:
+        with bare_deepspeed(OneMatrix(), settings) as ds:
+            ds.backward(ds(torch.eye(4) * 0.01))
+            ds.step()
+            return float(ds.get_global_grad_norm())
+    finally:
+        torch.compiler.set_stance("default")
+
+
 def last_cases() -> dict[str, Case]:
     """float16 autocast leaves its state in the process (F6): what is bare must not come after it."""
     cases: dict[str, Case] = {
         f"clipping-left-out/{bare}": lambda b=bare: clipping_left_out(b) for bare in (True, False)
     }
+    cases["bare-muon"] = bare_muon
     cases["autocast/0/float16"] = lambda: autocast(0, "float16")
     for bare in (True, False):
         cases[f"autocast-leak/{bare}"] = lambda b=bare: norm_beside_another_engine(b)

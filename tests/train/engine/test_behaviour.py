@@ -104,6 +104,16 @@ def test_the_tested_version_is_the_one_that_is_pinned() -> None:
 # The config alone, without ranks
 
 
+def test_muon_may_run_unclipped_and_its_norm_is_explained() -> None:
+    unclipped = {"gradient_clipping": 0.0, "zero_optimization": {"stage": 2}}
+    note = ds_config.check_muon(unclipped, "Muon")
+    assert note is not None and "grad_norm is that of its update" in note
+    assert ds_config.check_muon({**unclipped, "zero_optimization": {"stage": 0}}, "Muon") is None
+    assert ds_config.check_muon({**unclipped, "gradient_clipping": 1.0}, "AdamW") is None
+    with pytest.raises(ConfigError, match="Muon with gradient_clipping 1 at"):
+        ds_config.check_muon({**unclipped, "gradient_clipping": 1.0}, "Muon")
+
+
 def test_a_config_file_may_have_comments_but_no_key_twice(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{ # a comment\n  "bf16": {"enabled": true}, "zero_optimization": {"stage": 2} }')

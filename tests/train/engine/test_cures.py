@@ -188,6 +188,13 @@ def test_the_clip_that_is_left_out_is_written_and_said(two_ranks: CaseResults) -
     ]
 
 
+# F11: Muon under ZeRO
+
+
+def test_upstream_reports_and_would_clip_the_norm_of_muons_update(two_ranks: CaseResults) -> None:
+    assert two_ranks["bare-muon"] > 1.0  # the gradient's is .02
+
+
 # F8: fp32 at stage 0
 
 

@@ -10,7 +10,7 @@ from tests.train.case_results import CaseResults
 from tests.train.engine import matrix
 from tests.train.engine.matrix import Cell
 
-CELLS = [*matrix.pairwise_cells(), *matrix.once_wrong_cells()]
+CELLS = [*matrix.pairwise_cells(), *matrix.further_cells()]
 FP16 = matrix.Cell("fp16 dynamic", 2, 1, 0.0, False, "SGD", "straight", 2)
 
 
