@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dslaunch.train.data.collate import Batch
 from dslaunch.train.engine import TrainingEngine
+from dslaunch.train.fp32_modules import cast
 from dslaunch.train.objectives.sft import SftObjective
+from dslaunch.train.replay.measure import Range, measure
 from dslaunch.train.replay.probe import Event, probing
 
 
@@ -50,6 +54,30 @@ class Passes:
             self._backward(loss.sum, num_tokens, loss_scale)
         return Pass(probe.events, float(loss.sum.detach()) / max(int(loss.count), 1))
 
+    def run_with_module_in_fp32(
+        self, batch: Batch, name: str | None, *, num_tokens: int, loss_scale: float
+    ) -> Range | None:
+        """One pass, and beside it what module ``name`` gives in fp32, where it is a single layer.
+
+        For stage 3, where the model cannot go to fp32: in its forward a layer's weights are whole.
+        None where the module has others in it, or was not run; always with ``name`` None.
+        """
+        module = dict(self.module.named_modules()).get(name) if name is not None else None
+        seen: list[torch.Tensor] = []
+
+        def compute(layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            if not seen:
+                seen.append(_forward_in_fp32(layer, args, kwargs))
+
+        alone = module is not None and next(module.children(), None) is None
+        handle = module.register_forward_pre_hook(compute, with_kwargs=True) if module and alone else None
+        try:
+            self.run(batch, num_tokens=num_tokens, loss_scale=loss_scale)
+        finally:
+            if handle is not None:
+                handle.remove()
+        return measure(seen[0]) if seen and isinstance(seen[0], torch.Tensor) else None
+
     def find_anomaly(self, batch: Batch, *, num_tokens: int, loss_scale: float) -> str | None:
         """What autograd's anomaly mode says of a pass: the operation whose gradient is nan first."""
         with torch.autograd.set_detect_anomaly(True):
@@ -69,3 +97,12 @@ class Passes:
 
     def _backward(self, loss_sum: torch.Tensor, num_tokens: int, loss_scale: float) -> None:
         self._engine.backward_alone(loss_sum.float() * (self.world_size / num_tokens * loss_scale))
+
+
+@torch.no_grad()
+def _forward_in_fp32(layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """What ``layer`` alone makes of these inputs in fp32; itself and its hooks are let be."""
+    clone = copy.copy(layer)
+    wide = {name: None if p is None else p.detach().float() for name, p in layer._parameters.items()}
+    clone.__dict__["_parameters"] = wide
+    return clone.forward(*cast(args, torch.float32), **cast(kwargs, torch.float32))

@@ -68,7 +68,7 @@ class Trace:
         self._bisect()
         if detect_anomaly and self._passes.zero_stage < 3:
             self._ask_autograd()
-        if self._passes.zero_stage < 3 and self._passes.precision != "fp32":
+        if self._passes.precision != "fp32":
             self._compare_fp32()
         findings = [f for f in gather_objects(self._finding(broken)) if f is not None]
         findings.sort(key=lambda f: (f["micro_batch"], f["phase"] == "backward", f["rank"]))
@@ -125,12 +125,29 @@ class Trace:
             }
 
     def _compare_fp32(self) -> None:
+        if self._passes.zero_stage == 3:
+            self._compare_layer_in_fp32()
+            return
         try:
             self._passes.to_fp32()
             self._compare("fp32", loss_scale=self._window.loss_scale)
         except (RuntimeError, ValueError, TypeError) as error:  # no room for it, or a quantised model
             if self._found is not None:
                 self._found.facts["fp32"] = {"not_possible": one_line(error, 200)}
+
+    def _compare_layer_in_fp32(self) -> None:
+        """Of a partitioned model, the one layer alone whose output is the first that is not finite."""
+        found = self._found
+        blamed = None
+        if found is not None and found.first.place is not None:
+            event = found.events[found.first.place]
+            blamed = event.module if event.kind == "output" and not event.name else None
+        restore_rng(self._rngs[self._micro_batch])
+        spread = self._passes.run_with_module_in_fp32(
+            self._batch, blamed, num_tokens=self._window.num_tokens, loss_scale=self._window.loss_scale
+        )
+        if found is not None and spread is not None:
+            found.facts["fp32"] = {"breaks": not spread.is_finite, "range": spread.to_json()}
 
     def _ask_autograd(self) -> None:
         restore_rng(self._rngs[self._micro_batch])

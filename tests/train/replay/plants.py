@@ -178,7 +178,11 @@ PLANTS: dict[str, Plant] = {
     ),
     "LoRA B blown up, stage 3 fp16": Plant(
         lora("lora_B", 6e4), 3, "fp16",
-        everywhere("forward", f"{LORA_Q}.lora_B.default", cause="unknown"), also=[(1, 0)],
+        everywhere("forward", f"{LORA_Q}.lora_B.default", cause="overflow"), also=[(1, 0)],
+    ),
+    "a large product in a module's own code, stage 3 fp16": Plant(
+        spoilt(f"{UP}.weight", slice(None), 100, gate_proj=50), 3, "fp16",
+        everywhere("forward", f"{LAYER_0}.mlp", cause="unknown"), also=[(1, 0)],
     ),
     "huge logits, stage 2 fp16": Plant(
         spoilt("lm_head.weight", slice(None), 6e4), 2, "fp16",
