@@ -100,6 +100,7 @@ def resolve_engine(
         chosen.plan,
         zero_stage=stage,
         precision=precision,
+        clipping=spec.gradient_clipping,
         offload=offload,
         report=report,
         shards=not uses_torch(spec) and (stage > 0 or precision != "fp32"),

@@ -14,6 +14,7 @@ from dslaunch.config.spec_optimizer import OptimizerSpec
 from dslaunch.core.plan import OptimizerPlan, ParamGroupPlan, Precision
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_WITH_ADAM = ("AdamW", "Adam", "Muon")
 LR_WITH_ADAPTER, LR_WITHOUT = 2e-4, 2e-5
 
 
@@ -43,6 +44,11 @@ KINDS: dict[str, Kind] = {
         {**_ADAM, "betas": (0.9, 0.999, 0.9999), "alpha": 5.0, "t_alpha": None, "t_beta3": None}, ours=True
     ),
     "Adafactor": Kind({"beta2_decay": -0.8, "d": 1.0, "weight_decay": 0.0}, lr_share=None, elementwise=False),
+    "Muon": Kind(
+        {"momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0, "adam_lr": None},
+        lr_share=None,
+        elementwise=False,
+    ),
     "AdamW8bit": Kind(_ADAM, ours=True),
     "PagedAdamW8bit": Kind(_ADAM, ours=True),
 }
@@ -68,9 +74,12 @@ def resolve_optimizer(
         value = default if value is None else value
         if value is not None:
             params[key] = list(value) if isinstance(value, tuple) else value
-    if spec.type in ("AdamW", "Adam"):
+    if spec.type in _WITH_ADAM:
         _add_adam_keys(params, spec, device_type, report)
     _check(spec, kind, params, report)
+    if spec.type.startswith("Paged") and device_type == "cpu":
+        message = f"optimizer.type {spec.type} pages GPU memory; on CPUs it would be AdamW8bit"
+        report.fail("optimizer.type", message, "use AdamW8bit")
     ours = kind.ours or (spec.type == "Lion" and device_type == "cpu")
     if ours:
         why = (
@@ -95,16 +104,20 @@ def check_fit(
     zero_stage: int,
     precision: Precision,
     shards: bool,
+    clipping: float,
     offload: str | None,
     report: Report,
 ) -> None:
     """Put into ``report`` why the optimizer cannot run at this stage, in this precision or offloaded.
 
     ``shards``: whether it gets flat shards, as it does in 16 bit at stage 0, which runs as stage 1.
-    ``offload``: the device of offload_optimizer. docs/optimizers.md has the whole table.
+    ``clipping``: gradient_clipping. ``offload``: the device of offload_optimizer. The whole table
+    is in docs/optimizers.md.
     """
     key, name = "optimizer.type", plan.type
-    if not KINDS[name].elementwise and shards:
+    if name == "Muon":
+        _check_muon(plan, zero_stage, precision, clipping, offload, report)
+    elif not KINDS[name].elementwise and shards:
         at = f"at ZeRO stage {zero_stage}" if zero_stage else f"in {precision}, which runs as ZeRO stage 1,"
         report.fail(
             key,
@@ -150,6 +163,41 @@ def check_json_says_it_all(plan: OptimizerPlan, report: Report) -> None:
         )
 
 
+def _check_muon(
+    plan: OptimizerPlan,
+    stage: int,
+    precision: Precision,
+    clipping: float,
+    offload: str | None,
+    report: Report,
+) -> None:
+    """DeepSpeed's Muon orthogonalises whole gradients before it shards them, ahead of clipping."""
+    key = "optimizer.type"
+    if plan.made_by == "dslaunch":
+        report.fail(key, f"{key} Muon is DeepSpeed's, and engine is torch", "use AdamW, or engine: deepspeed")
+    elif precision != "fp32":
+        report.fail(
+            key,
+            f"{key} Muon in {precision}: DeepSpeed keeps its momentum in {precision}, of gradients that are"
+            " neither clipped nor free of the loss scale",
+            "use precision fp32, or AdamW",
+        )
+    elif stage == 3 or offload is not None:
+        at = "at ZeRO stage 3" if stage == 3 else "with offload_optimizer"
+        report.fail(key, f"{key} Muon {at} is not tested here", "use stage 2 without offload, or AdamW")
+    elif stage and clipping:
+        report.fail(
+            "gradient_clipping" if report.given("gradient_clipping") else key,
+            f"gradient_clipping {clipping:g} with Muon at ZeRO stage {stage}: DeepSpeed would clip its update"
+            " after it was orthogonalised, by a norm that is not the gradient's",
+            "set gradient_clipping: 0, or zero_optimization.stage 0, where the gradient is clipped",
+        )
+    elif stage:
+        report.note(
+            f"Muon at ZeRO stage {stage}: grad_norm will be the norm of its updates, not of gradients"
+        )
+
+
 def _check_8bit(name: str, *, shards: bool, offload: str | None, report: Report) -> None:
     if name.startswith("Paged") and offload is not None:
         report.fail(
@@ -173,7 +221,7 @@ def _learning_rate(spec: OptimizerSpec, kind: Kind, adapter: bool, report: Repor
         report.fail(
             "optimizer.lr",
             f"optimizer.lr is missing: the usual rates of AdamW mean nothing to {spec.type}",
-            "set it; 1e-2 is torch's own default for Adafactor",
+            "set it; usual are 1e-2 for Adafactor and 2e-2 for Muon (with adam_lr beside it)",
         )
         return usual
     share = "" if kind.lr_share == 1.0 else f"{kind.lr_share:g} of that of AdamW, "
@@ -205,7 +253,7 @@ def _add_adam_keys(params: dict[str, Any], spec: OptimizerSpec, device_type: str
 
 
 def _check(spec: OptimizerSpec, kind: Kind, params: dict[str, Any], report: Report) -> None:
-    takes = {*kind.defaults, *(("torch_adam",) if spec.type in ("AdamW", "Adam") else ())}
+    takes = {*kind.defaults, *(("torch_adam",) if spec.type in _WITH_ADAM else ())}
     for key in type(spec.params).model_fields:
         if getattr(spec.params, key) is not None and key not in takes:
             report.fail(

@@ -31,7 +31,10 @@ _FREE = {("zero_allow_untested_optimizer",), ("communication_data_type",)}
 # What ``check`` advises of a loss scale is said of the run file's own, too: it is what was asked for.
 _ADVICE = ("initial-scale", "min-loss-scale")
 # What is said, or refused for scripts that are not ours, where the plan is made.
-_SAID_BEFORE = ("fp16-stage-0", "device", "optimizer-changes-meaning", "untested-optimizer")
+_SAID_BEFORE = (
+    "fp16-stage-0", "device", "optimizer-changes-meaning", "untested-optimizer", "muon-clipping",
+    "muon-momentum",
+)  # fmt: skip
 _OWN_KEYS = {"scheduler": "scheduler", "bfloat16": "precision: bf16", "torch_autocast": "torch_autocast"}
 # Sections that the run file decides as a whole: path in DeepSpeed's JSON -> the spec with its own keys.
 _DECIDED: dict[Path, tuple[str, type[BaseModel] | None]] = {

@@ -14,7 +14,7 @@ from dslaunch.config.spec_parts import (
 )
 
 OptimizerType = Literal[
-    "AdamW", "Adam", "SGD", "Lion", "AdEMAMix", "Adafactor", "AdamW8bit", "PagedAdamW8bit"
+    "AdamW", "Adam", "SGD", "Lion", "AdEMAMix", "Adafactor", "Muon", "AdamW8bit", "PagedAdamW8bit"
 ]
 OPTIMIZER_TYPES: tuple[str, ...] = get_args(OptimizerType)
 
@@ -26,12 +26,12 @@ class OptimizerParamsSpec(Section):
         None, description="Decay of the running averages: two numbers, of AdEMAMix three."
     )
     eps: PositiveFloat | None = Field(
-        None, description="Added to the denominator (AdamW, Adam, AdEMAMix, 8 bit)."
+        None, description="Added to the denominator (AdamW, Adam, AdEMAMix, Muon, 8 bit)."
     )
     weight_decay: NonNegativeFloat | None = Field(
         None, description="Weight decay. Norms and biases are left out of it: see `optimizer.no_decay`."
     )
-    momentum: Beta | None = Field(None, description="Momentum (SGD).")
+    momentum: Beta | None = Field(None, description="Momentum (SGD, Muon).")
     dampening: NonNegativeFloat | None = Field(None, description="Dampening of the momentum (SGD).")
     nesterov: bool | None = Field(None, description="Nesterov momentum (SGD).")
     alpha: NonNegativeFloat | None = Field(None, description="Weight of the slow average (AdEMAMix).")
@@ -45,6 +45,9 @@ class OptimizerParamsSpec(Section):
         None, lt=0, description="Power of the step by which the average lengthens (Adafactor)."
     )
     d: PositiveFloat | None = Field(None, description="Largest root mean square of an update (Adafactor).")
+    adam_lr: PositiveFloat | None = Field(
+        None, description="Rate of what Muon leaves to AdamW: embeddings, head, norms, biases. Default: lr."
+    )
     torch_adam: bool | None = Field(
         None, description="PyTorch's Adam in place of DeepSpeed's compiled one (the default on CPUs)."
     )
@@ -71,7 +74,7 @@ class OptimizerSpec(Section):
     lr: PositiveFloat | None = Field(
         None,
         description="Peak learning rate. Default: 2e-4 with an adapter, 2e-5 without; a tenth of that for"
-        " Lion; none for Adafactor, whose rate has another meaning.",
+        " Lion; none for Adafactor and Muon, whose rates have another meaning.",
     )
     params: OptimizerParamsSpec = Field(
         default_factory=dict, validate_default=True, description="What it takes besides."

@@ -68,7 +68,7 @@ def optimizer_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
     offload = str((zero.get("offload_optimizer") or {}).get("device") or "none")
     offloaded = offload in ("cpu", "nvme")
     ops = []
-    if kind in ("adam", "adamw") and not (block.get("params") or {}).get("torch_adam"):
+    if kind in ("adam", "adamw", "muon") and not (block.get("params") or {}).get("torch_adam"):
         ops.append("CPUAdamBuilder" if offloaded else "FusedAdamBuilder")
     elif kind == "lion":
         ops.append("CPULionBuilder" if offloaded else "FusedLionBuilder")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ def test_every_type_has_its_row() -> None:
 
 @pytest.mark.parametrize("kind", ["AdEMAMix", "AdamW8bit", "PagedAdamW8bit"])
 def test_what_the_json_cannot_name_is_made_by_the_worker(kind: str) -> None:
-    plan = plan_of(f"{SMALL}optimizer: {{type: {kind}}}\nzero_optimization: {{offload_optimizer: null}}\n")
+    plan = plan_of(f"{SMALL}optimizer: {{type: {kind}}}\n", **ON_GPU)
     assert plan.optimizer.made_by == "dslaunch"
     assert "optimizer" not in plan.ds_config
     assert plan.ds_config["zero_allow_untested_optimizer"] is True
@@ -73,6 +75,40 @@ def test_adafactor_where_it_is_right() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("written", "part"),
+    [
+        ("zero_optimization: {stage: 2}", "run.yaml:6: gradient_clipping 1 with Muon at ZeRO stage 2"),
+        ("zero_optimization: {stage: 3}\ngradient_clipping: 0", "Muon at ZeRO stage 3 is not tested"),
+        (
+            "zero_optimization: {stage: 2, offload_optimizer: cpu}\ngradient_clipping: 0",
+            "with offload_optimizer",
+        ),
+        ("engine: torch", "Muon is DeepSpeed's, and engine is torch"),
+        ("precision: bf16\ngradient_clipping: 0", "keeps its momentum in bf16"),
+        ("precision: bf16\nzero_optimization: {stage: 0}", "keeps its momentum in bf16"),
+    ],
+)
+def test_muon_where_it_would_be_wrong(written: str, part: str) -> None:
+    precision = "" if "precision" in written else "precision: fp32\n"
+    (message,) = problems(f"{precision}{written}\noptimizer: {{type: Muon, lr: 0.02}}\n")
+    assert part in message
+
+
+def test_muon_where_it_is_right() -> None:
+    text = (
+        "precision: fp32\ngradient_clipping: 0\noptimizer: {type: Muon, lr: 0.02, params: {adam_lr: 3e-4}}\n"
+    )
+    plan, notes = resolved(SMALL + text)
+    assert "Muon at ZeRO stage 2: grad_norm will be the norm of its updates, not of gradients" in notes
+    block = plan.ds_config["optimizer"]
+    assert block["type"] == "Muon"
+    assert block["params"] == {
+        "lr": 0.02, "momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0,
+        "adam_lr": 3e-4, "torch_adam": True,
+    }  # fmt: skip
+
+
 def test_8_bit_says_what_its_states_are() -> None:
     _, notes = resolved(SMALL + "optimizer: {type: AdamW8bit}\n", **ON_GPU)
     (note,) = [note for note in notes if note.startswith("AdamW8bit")]
@@ -81,7 +117,9 @@ def test_8_bit_says_what_its_states_are() -> None:
 
 def test_what_does_not_go_with_offload() -> None:
     cpu = "zero_optimization: {stage: 2, offload_optimizer: cpu}\n"
-    assert "pages its states out of GPU memory" in problems("optimizer: {type: PagedAdamW8bit}\n" + cpu)[0]
+    paged = "optimizer: {type: PagedAdamW8bit}\n"
+    assert "pages its states out of GPU memory" in problems(paged + cpu, **ON_GPU)[0]
+    assert "on CPUs it would be AdamW8bit" in problems(paged)[0]
     nvme = "zero_optimization: {stage: 3, offload_optimizer: {device: nvme, nvme_path: .}}\n"
     assert "DeepSpeed keeps on NVMe" in problems("optimizer: {type: AdEMAMix}\n" + nvme)[0]
 
@@ -130,3 +168,44 @@ def test_wsd() -> None:
 def test_schedule_keys_that_say_nothing_are_refused(written: str, part: str) -> None:
     (message,) = problems(f"scheduler: {written}\n")
     assert part in message
+
+
+ROW = re.compile(r"^\| `(?P<kind>\w+)` \|(?P<cells>.*)\|$", re.MULTILINE)
+PLACES = {  # column of the table in docs/optimizers.md -> where its word must hold
+    "stage 0 (fp32)": ("a100", "fp32", 0, ""),
+    "stages 1, 2": ("a100", "fp32", 2, ""),
+    "stage 3": ("a100", "fp32", 3, ""),
+    "offload to CPU": ("a100", "fp32", 2, ", offload_optimizer: cpu"),
+    "GPU": ("a100", "fp32", 0, ""),
+    "CPU": ("cpu", "fp32", 0, ""),
+}
+
+
+def documented() -> dict[str, dict[str, str]]:
+    text = (Path(__file__).parents[2] / "docs/optimizers.md").read_text(encoding="utf-8")
+    (head,) = re.findall(r"^\| `type` \|(.*)\|$", text, re.MULTILINE)
+    columns = [cell.strip() for cell in head.split("|")]
+    return {
+        row["kind"]: dict(zip(columns, (cell.strip() for cell in row["cells"].split("|")), strict=True))
+        for row in ROW.finditer(text)
+        if row["kind"] in OPTIMIZER_TYPES
+    }
+
+
+@pytest.mark.parametrize("kind", OPTIMIZER_TYPES)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_table_of_the_docs_is_true(kind: str, place: str) -> None:
+    said = documented()[kind][place]
+    gpu, precision, stage, more = PLACES[place]
+    clipping = "gradient_clipping: 0\n" if "without clipping" in said else ""
+    text = (
+        f"{SMALL}{clipping}precision: {precision}\ncluster: {{gpu: {gpu}, num_gpus_per_node: 2}}\n"
+        f"optimizer: {{type: {kind}, lr: 0.01}}\nzero_optimization: {{stage: {stage}{more}}}\n"
+    )
+    if said == "no":
+        with pytest.raises(ConfigError):
+            plan_of(text)
+        return
+    maker = plan_of(text).optimizer.made_by
+    makers = documented()[kind]["made by"]
+    assert maker == "deepspeed" or "dslaunch" in makers or "bitsandbytes" in makers

@@ -25,11 +25,12 @@ def course(
 ) -> list[Array]:
     """The weights after each step of ``params`` (lr, betas, ...); an array is one tensor.
 
-    ``factors``: of lr in each step.
+    ``factors``: of the rates in each step.
     """
     weights, state, found = start.astype(np.float64).copy(), {}, []
     for step, gradient in enumerate(gradients, start=1):
-        now = {**params, "lr": params["lr"] * (factors[step - 1] if factors else 1.0)}
+        rates = [name for name in ("lr", "adam_lr") if name in params]
+        now = params | {name: params[name] * (factors[step - 1] if factors else 1.0) for name in rates}
         weights = STEPS[kind](weights, np.asarray(gradient, dtype=np.float64), step, state, now)
         found.append(weights.copy())
     return found
@@ -100,7 +101,23 @@ def _adafactor(w: Array, g: Array, t: int, state: dict[str, Any], p: dict[str, A
     return w - rate / max(1.0, math.sqrt(float(np.mean(update * update))) / p["d"]) * update
 
 
+def _muon(w: Array, g: Array, t: int, state: dict[str, Any], p: dict[str, Any]) -> Array:
+    """Matrices; the rest is AdamW's, at its own rate."""
+    if g.ndim < 2:
+        return _adamw(w, g, t, state, {**p, "lr": p["adam_lr"]})
+    x = g + p["momentum"] * (_average(state, "m", g, p["momentum"]) - g)
+    rows, columns = x.shape
+    x = x.T if rows > columns else x
+    x = x / (np.linalg.norm(x) + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    x = x.T if rows > columns else x
+    return w * (1 - p["lr"] * p["weight_decay"]) - p["lr"] * math.sqrt(max(1.0, rows / columns)) * x
+
+
 STEPS = {
+    "Muon": _muon,
     "AdamW": _adamw,
     "Adam": _adam,
     "SGD": _sgd,

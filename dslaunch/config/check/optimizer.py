@@ -222,6 +222,16 @@ def _check_muon(checker: Checker) -> None:
             fix="write zero_optimization.reduce_scatter: false",
             edits=(Edit("set", (PARENT, "reduce_scatter"), False),),
         )
+    if checker.stage in (1, 2) and checker.precision in ("fp16", "bf16"):
+        scaled = " and with the loss scale on them" if checker.precision == "fp16" else ""
+        checker.report(
+            "muon-momentum",
+            "warning",
+            path,
+            f"at stage {checker.stage} DeepSpeed 0.19.8 keeps Muon's momentum in {checker.precision},"
+            f" of gradients before clipping{scaled}",
+            "use fp32, or AdamW",
+        )
     if checker.stage in (1, 2) and (checker.number("gradient_clipping") or 0) > 0:
         checker.report(
             "muon-clipping",

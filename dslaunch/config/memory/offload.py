@@ -15,6 +15,7 @@ from dslaunch.config.memory.states import (
     stage_3_buffers,
     stage_3_share,
     state_items,
+    update_bytes,
 )
 
 
@@ -54,7 +55,7 @@ def _stage_1_2(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
         Item("optimizer states", setup.optimizer.states(share)),
         Item("16-bit copy of the weights" if e == 2 else "copy of the weights", e * share),
         Item("one whole gradient", e * largest),
-        Item("optimizer's temporaries", setup.optimizer.temporary * share, (UPDATE,)),
+        Item("optimizer's temporaries", update_bytes(setup, 4) * share, (UPDATE,)),
     ]
     if setup.zero_stage == 2 and several and not setup.accum_fp32:
         host.append(Item("accumulated gradients", e * touching(setup.trainable, world, rank)))

@@ -161,8 +161,18 @@ def _stage_3(setup: Setup) -> list[Item]:
         Item("gradients", setup.accum_bytes * own),
         *stage_3_buffers(setup),
         Item("fp32 gradients", 4 * group, (CONVERT, UPDATE)),
-        Item("optimizer's temporaries", setup.optimizer.temporary * group, (UPDATE,)),
+        Item(
+            "optimizer's temporaries",
+            update_bytes(setup, 2 if setup.bytes_each == 2 else 0) * group,
+            (UPDATE,),
+        ),
     ]
+
+
+def update_bytes(setup: Setup, passing: int) -> int:
+    """The optimizer's temporaries; where it needs next to none, what the step around it has in passing."""
+    cost = setup.optimizer
+    return cost.temporary if cost.fused else max(cost.temporary, passing)
 
 
 def stage_3_share(setup: Setup) -> int:

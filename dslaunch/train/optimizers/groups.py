@@ -49,9 +49,17 @@ def parameter_groups(model: torch.nn.Module, plan: OptimizerPlan) -> Groups:
     if list(groups) == [usual]:
         return Groups([p for _, p in named], ())
     return Groups(
-        [{"params": [p for _, p in members], **s._asdict()} for s, members in groups.items()],
-        tuple(_note(s, members) for s, members in groups.items()),
+        [{"params": [p for _, p in members], **_keys(s, usual, plan)} for s, members in groups.items()],
+        tuple(_note(s, members, _keys(s, usual, plan), plan) for s, members in groups.items()),
     )
+
+
+def _keys(settings: _Settings, usual: _Settings, plan: OptimizerPlan) -> dict[str, float]:
+    """Muon has two usual rates, its own and Adam's: a group that names neither gets each where it belongs."""
+    named = settings._asdict()
+    if plan.type == "Muon" and settings.lr == usual.lr:
+        del named["lr"]
+    return named
 
 
 def _own_settings(names: Sequence[str], plan: OptimizerPlan) -> dict[str, tuple[float | None, float | None]]:
@@ -94,10 +102,17 @@ def _matching(pattern: str, names: Sequence[str], key: str) -> list[str]:
     return matched
 
 
-def _note(settings: _Settings, members: Sequence[tuple[str, torch.nn.Parameter]]) -> str:
+def _note(
+    settings: _Settings,
+    members: Sequence[tuple[str, torch.nn.Parameter]],
+    named: dict[str, float],
+    plan: OptimizerPlan,
+) -> str:
     count = sum(getattr(p, "ds_numel", p.numel()) for _, p in members)
     more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+    adam = plan.params.get("adam_lr")
+    both = "" if "lr" in named or adam is None else f" (where it is AdamW's {adam:g})"
     return (
-        f"lr {settings.lr:g}, weight decay {settings.weight_decay:g}: "
+        f"lr {settings.lr:g}{both}, weight decay {settings.weight_decay:g}: "
         f"{count:,} parameters, {members[0][0]}{more}"
     )

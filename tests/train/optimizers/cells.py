@@ -43,7 +43,7 @@ class Cell:
         kind = KINDS[self.kind]
         params = {k: v for k, v in kind.defaults.items() if v is not None}
         params |= {"lr": 0.0625, **self.params}
-        if self.kind in ("AdamW", "Adam"):
+        if self.kind in ("AdamW", "Adam", "Muon"):
             params["torch_adam"] = True
         if self.kind == "Adam":
             params["adam_w_mode"] = False
@@ -83,6 +83,9 @@ CELLS = (
     Cell("AdEMAMix", 2, "bf16", 1.0, params=MIX),
     Cell("AdEMAMix", 3, "fp16", 1.0, offload=True, params=MIX),
     Cell("Adafactor", 0, "fp32", 1.0, 2, params=DECAYED),
+    Cell("Muon", 0, "fp32", 1.0, 2, params={"adam_lr": 0.03125, **DECAYED}),
+    Cell("Muon", 1, "fp32", params={"adam_lr": 0.03125}),
+    Cell("Muon", 2, "fp32", accumulation=2, params={"adam_lr": 0.03125, **DECAYED}),
     Cell("AdamW8bit", 0, "fp32", 1.0, params=DECAYED),
     Cell("AdamW8bit", 1, "bf16", accumulation=2, params=DECAYED),
     Cell("AdamW8bit", 2, "fp16", 1.0, offload=True),
@@ -101,6 +104,7 @@ RESUMED = (
     Cell("AdamW8bit", 2, "bf16", params=DECAYED),
     Cell("AdamW8bit", 3, "fp16", params=DECAYED),
     Cell("Adafactor", 0, "fp32", params=DECAYED),
+    Cell("Muon", 2, "fp32", params={"adam_lr": 0.03125, **DECAYED}),
 )
 VECTOR_LR = 0.5
 SCHEDULE, TOTAL_STEPS = SchedulerPlan(type="linear", warmup_steps=2), 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,12 +149,29 @@ def bare_steps_after_a_bad_one(cell: Cell) -> list[bool]:
         return found
 
 
+def bare_muon_momentum(precision: str) -> dict[str, Any]:
+    """Its type after one step, and how many times it is what the gradients make of it."""
+    cell = Cell("Muon", 2, precision)
+    with bare_deepspeed(Given(start(cell)), settings(cell)) as engine:
+        engine.backward(engine(given(cell, 0, 0)))
+        engine.step()
+        states = engine.optimizer.optimizer.state.values()
+        momentum = next(s["momentum_buffer"] for s in states if "momentum_buffer" in s)
+    share = 1 - cell.plan.params["momentum"]
+    first = sum(gradient(cell, 0, 0, rank)[0].flat[0] for rank in range(2)) / 2
+    found = float(momentum.flatten()[0]) / (share * first)
+    return {"dtype": str(momentum.dtype), "times": found}
+
+
 def all_cases(root: Path) -> dict[str, Case]:
     courses: dict[str, Case] = {cell.name: lambda c=cell: run_course(c) for cell in CELLS}  # type: ignore[misc]
     for cell in RESUMED:
         courses[f"resume/{cell.name}"] = lambda c=cell: run_and_resume(c, root)  # type: ignore[misc]
+    for precision in ("bf16", "fp16"):
+        courses[f"bare-muon/{precision}"] = lambda p=precision: bare_muon_momentum(p)  # type: ignore[misc]
     return {**courses, "bare": lambda: bare_steps_after_a_bad_one(SUMMED_AND_OFFLOADED)}
 
 
 if __name__ == "__main__":
+    os.environ["TORCH_COMPILE_DISABLE"] = os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon: most of a minute
     run_cases(all_cases(Path(sys.argv[1])), Path(sys.argv[1]), RANK)

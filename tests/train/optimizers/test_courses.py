@@ -46,12 +46,23 @@ def far(one: list[np.ndarray], other: list[np.ndarray]) -> float:
 def test_every_update_is_the_papers(courses: CaseResults, cell: Cell) -> None:
     for step, (here, there) in enumerate(zip(found(courses, cell), expected(cell), strict=True)):
         # Weights are at most 2 and updates at most 0.4: fp32 rounds each of the seven to 1.2e-7.
-        assert far(here, there) < 2e-6, f"step {step}"
+        # Muon's iterations are fp16 by design where the device has it, and these ranks permit it: 5e-4 each.
+        assert far(here, there) < (2e-3 if cell.kind == "Muon" else 2e-6), f"step {step}"
 
 
 def test_upstream_skips_every_step_after_one_where_offloaded_sums_are_fp32(courses: CaseResults) -> None:
     """F17. Red: DeepSpeed was mended, and the cure beside it can go."""
     assert courses["bare"] == [step < BAD_STEP for step in range(STEPS)]
+
+
+@pytest.mark.parametrize(("precision", "dtype", "times"), [("bf16", "bfloat16", 1), ("fp16", "float16", 256)])
+def test_upstream_keeps_muons_momentum_in_16_bit_and_scaled(
+    courses: CaseResults, precision: str, dtype: str, times: int
+) -> None:
+    """Why Muon is refused in 16 bit. Red: DeepSpeed was mended, and it need not be."""
+    found = courses[f"bare-muon/{precision}"]
+    assert found["dtype"] == f"torch.{dtype}"
+    assert found["times"] == pytest.approx(times, rel=0.01)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)

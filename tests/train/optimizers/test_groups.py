@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,20 @@ def test_lora_plus() -> None:
     assert grouped(loraplus_lr_ratio=16.0, groups=(own,))[1] == (3.0, 0.0, b)
     with pytest.raises(ConfigError, match="no B matrices"):
         grouped(torch.nn.Linear(2, 2), loraplus_lr_ratio=16.0)
+
+
+def test_muons_groups_name_no_rate_but_their_own() -> None:
+    """It has two usual ones, for matrices and for the rest; a rate in the group would be for both."""
+    plan = OptimizerPlan(
+        type="Muon", lr=0.02, params={"lr": 0.02, "weight_decay": 0.1},
+        groups=(ParamGroupPlan(match=("embed.*",), lr=0.5),),
+    )  # fmt: skip
+    groups = parameter_groups(Model(), plan).parameters
+    assert [(g.get("lr"), g["weight_decay"]) for g in groups] == [(None, 0.1), (0.5, 0.1), (None, 0.0)]
+    two = replace(plan, params={**plan.params, "adam_lr": 1e-3})
+    notes = parameter_groups(Model(), two).notes
+    assert notes[0].startswith("lr 0.02 (where it is AdamW's 0.001), weight decay 0.1: ")
+    assert notes[1].startswith("lr 0.5, weight decay 0.1: ")
 
 
 def test_what_is_not_trained_is_in_no_group() -> None:
