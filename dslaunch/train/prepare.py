@@ -273,7 +273,12 @@ def _build_engine(
         )
         make = build_torch_optimizer(plan.optimizer)
         return initialize_torch(
-            loaded.model, settings, lambda _: make(groups.parameters), scheduler, world.device
+            loaded.model,
+            settings,
+            lambda _: make(groups.parameters),
+            scheduler,
+            world.device,
+            on_note=lambda text: say(world, f"note: {text}"),
         )
     fp32 = loaded.fp32
     return initialize(

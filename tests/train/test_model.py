@@ -17,7 +17,7 @@ from dslaunch.train import file_hash, gguf
 from dslaunch.train.adapters import GradientWitness, add_adapter, check_targets
 from dslaunch.train.gguf import convert_gguf, save_whole
 from dslaunch.train.model import check_vocabulary, load_base_model, load_model, load_tokenizer
-from tests.support.plans import LORA, make_plan
+from tests.support.plans import LORA, make_plan, write_questions
 from tests.support.ranks import check_ranks, run_ranks
 from tests.support.tiny import make_tiny_model_dir, make_tiny_tokenizer
 
@@ -46,6 +46,23 @@ def test_adapters_have_the_models_dtype_and_rotary_tables_stay_fp32(model_dir: P
     trained = [n for n, p in loaded.model.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in n for n in trained)
     assert len(trained) == len(loaded.trainable)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_without_deepspeed_all_that_is_trained_is_fp32_and_the_rest_in_16_bits(
+    model_dir: Path, tmp_path: Path, precision: str
+) -> None:
+    """GradScaler refuses gradients in 16 bits: adapters, DoRA's magnitudes and modules trained whole."""
+    adapter = replace(LORA, type="dora", target_modules=("q_proj",), modules_to_save=("lm_head",))
+    data = write_questions(tmp_path / "train.jsonl")
+    plan = make_plan(tmp_path, model_dir, data, precision=precision, adapter=adapter, engine="torch")
+    model = load_model(plan, load_tokenizer(plan.model, torch.float32)).model
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    for kind in ("lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save"):
+        assert any(kind in name for name in trained), kind
+    assert set(trained.values()) == {torch.float32}
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {low}
 
 
 def test_new_adapter_weights_depend_on_the_seed_alone(model_dir: Path, tmp_path: Path) -> None:

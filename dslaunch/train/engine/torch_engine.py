@@ -29,6 +29,8 @@ from dslaunch.train.fp32_modules import to_fp32_throughout
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NEVER = 2**31 - 1  # steps until a static scale grows
+# GradScaler doubles for ever, up to inf, where gradients are 0; no fp16 needs more than this.
+_HIGHEST = 2.0**32
 Optimizers = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -72,7 +74,7 @@ def initialize_torch(
         )
     model.to(device)
     made = optimizer(list(trained.values()))
-    return TorchEngine(model, settings, made, lr_scheduler(made), device)
+    return TorchEngine(model, settings, made, lr_scheduler(made), device, on_note)
 
 
 class TorchEngine:
@@ -88,6 +90,7 @@ class TorchEngine:
         optimizer: torch.optim.Optimizer,
         lr_scheduler: Any,
         device: torch.device,
+        on_note: Callable[[str], None],
     ) -> None:
         self.module = model
         self.optimizer = optimizer
@@ -101,6 +104,7 @@ class TorchEngine:
         self.counters = torch_state.Counters()
         self.scaler = _build_scaler(settings, device)
         self._fp16 = settings.fp16 or Fp16Plan()
+        self._on_note, self._is_capped = on_note, False
         self._autocast_dtype = _AUTOCAST.get(settings.precision)
         self._window = Window(device)
         self._gradients = LocalGradients(model.parameters())
@@ -243,7 +247,7 @@ class TorchEngine:
             )
 
     def _update_scale(self, used: float, *, applied: bool) -> None:
-        """GradScaler's own rule, and the two things that it lacks: a static scale and a floor."""
+        """GradScaler's own rule, and what it lacks: a static scale, a floor and a ceiling."""
         if not self.scaler.is_enabled():
             return
         if self._fp16.loss_scale != "dynamic":
@@ -255,6 +259,14 @@ class TorchEngine:
         self.scaler.update()
         if not applied and self.loss_scale < floor:
             self.scaler.update(floor)
+        if self.loss_scale > _HIGHEST:
+            self.scaler.update(_HIGHEST)
+            self._tell_cap()
+
+    def _tell_cap(self) -> None:
+        if not self._is_capped:
+            self._on_note(f"the loss scale stays at {_HIGHEST:g}: are the gradients all 0?")
+        self._is_capped = True
 
 
 def _build_scaler(settings: TorchSettings, device: torch.device) -> torch.amp.GradScaler:

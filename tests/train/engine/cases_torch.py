@@ -41,6 +41,7 @@ def torch_engine(
     accumulation: int = 1,
     clipping: float = 0.0,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    on_note: Callable[[str], None] = lambda text: None,
     **fp16: Any,
 ) -> TorchEngine:
     """An engine with SGD at lr 1, so that an update is minus the gradient."""
@@ -58,6 +59,7 @@ def torch_engine(
         lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0),
         world.device,
         allow_emulated_fp16=True,
+        on_note=on_note,
     )
 
 
@@ -149,6 +151,26 @@ def clipped() -> list[float]:
         engine.step()
         weights.append(flat(engine.module.w)[0])  # type: ignore[arg-type]
     return weights
+
+
+def clipped_vector(precision: str) -> dict[str, Any]:
+    """Gradient (3, 4) under a scale of 1024, clipped to 1."""
+    engine = torch_engine(OneWeight(size=2), precision, clipping=1.0, loss_scale=1024.0)
+    engine.backward(engine(torch.tensor([3.0, 4.0])))
+    result = engine.step()
+    assert result is not None
+    update = [-value for value in flat(engine.module.w)]  # type: ignore[arg-type]
+    return {"update": update, "norms": [result.grad_norm, result.grad_norm_clipped]}
+
+
+def without_end() -> dict[str, Any]:
+    """Two hundred good steps with a window of one."""
+    notes: list[str] = []
+    engine = torch_engine(OneWeight(), "fp16", on_note=notes.append, loss_scale_window=1)
+    for _ in range(200):
+        engine.backward(engine(torch.tensor([0.0])))
+        engine.step()
+    return {"scale": engine.loss_scale, "notes": [note for note in notes if "emulated" not in note]}
 
 
 def adamw() -> list[float]:
@@ -282,6 +304,7 @@ def all_cases() -> dict[str, Case]:
         "torch/minimum": at_minimum_scale,
         "torch/clipped": clipped,
         "torch/adamw": adamw,
+        "torch/without-end": without_end,
         "torch/interrupted": interrupted,
         "torch/unused": unused_parameter,
         "torch/refused": refused_weights,
@@ -289,6 +312,7 @@ def all_cases() -> dict[str, Case]:
         "torch/same": lambda: same_as_deepspeed(None),
     }
     for precision in ("fp32", "bf16", "fp16"):
+        cases[f"torch/clipped/{precision}"] = lambda p=precision: clipped_vector(p)  # type: ignore[misc]
         cases[f"torch/tiny/{precision}"] = lambda p=precision: tiny_gradient(p)  # type: ignore[misc]
     for precision in ("bf16", "fp16"):
         cases[f"torch/half/{precision}"] = lambda p=precision: token_mean_gradient(2, p)  # type: ignore[misc]

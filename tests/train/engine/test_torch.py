@@ -106,6 +106,21 @@ def test_clipping_comes_after_unscaling(two_ranks: CaseResults) -> None:
     assert two_ranks["torch/clipped"] == pytest.approx([-step * n for n in (1, 2, 3, 4)], rel=1e-4)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_clipped_gradient_has_its_direction_and_both_norms_are_told(
+    two_ranks: CaseResults, precision: str
+) -> None:
+    result = two_ranks[f"torch/clipped/{precision}"]
+    assert result["update"] == pytest.approx([0.6, 0.8], rel=1e-5)
+    assert result["norms"] == pytest.approx([5.0, 1.0], rel=1e-5)
+
+
+def test_a_scale_that_only_grows_stays_finite_and_says_so_once(two_ranks: CaseResults) -> None:
+    result = two_ranks["torch/without-end"]
+    assert result["scale"] == 2.0**32
+    assert result["notes"] == ["the loss scale stays at 4.29497e+09: are the gradients all 0?"]
+
+
 def test_adamw_is_the_papers_from_the_first_step_on(two_ranks: CaseResults) -> None:
     gradients = [float(np.float32(0.01 * (step + 1))) for step in range(6)]
     expected = adamw.trajectory(1.0, gradients, lr=0.1, weight_decay=0.5)
