@@ -21,6 +21,8 @@ from dslaunch.config.memory.items import (
 )
 from dslaunch.config.memory.setup import Frozen, Setup, flat_size, shard, touching
 
+REBUILD = "second forward: start"  # DDP knows the order of the gradients only after the first step
+_EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe")
 GATHERED = "gathered weights (stage3_max_reuse_distance)"
 _STAGE_0_FLAT = 500_000_000  # engine.allreduce_bucket: a constant, whatever reduce_bucket_size says
 
@@ -38,7 +40,7 @@ def state_items(setup: Setup, rank: int) -> list[Item]:
     else:
         items = _stage_1_2(setup, rank)
     if setup.autocast:  # it keeps what it has cast until backward is through
-        items.append(Item("16-bit copies of the weights (autocast)", 2 * setup.numel, PASSES))
+        items.append(Item("16-bit copies of the weights (autocast)", 2 * _cast_elements(setup), PASSES))
     return [item for item in items if item.size]
 
 
@@ -55,6 +57,17 @@ def gradient_phases(setup: Setup) -> tuple[str, ...]:
     return PASSES if setup.accumulation > 1 else (BACKWARD,)
 
 
+def _cast_elements(setup: Setup) -> int:
+    """Trained elements of matrix products. An embedding is looked up, but where it is the head too."""
+    tied = not any(tensor.name in ("lm_head.weight", "embed_out.weight") for tensor in setup.model.tensors)
+    found = 0
+    for tensor in setup.trainable:
+        part = tensor.name.split(".")[-2] if "." in tensor.name else ""
+        looked_up = part in _EMBEDDINGS and not (tied and part != "wpe")
+        found += tensor.numel if len(tensor.shape) > 1 and not looked_up else 0
+    return found
+
+
 def _torch(setup: Setup) -> list[Item]:
     """DistributedDataParallel: its buckets are the gradients, and are made anew in the second step."""
     numel = setup.numel
@@ -64,7 +77,7 @@ def _torch(setup: Setup) -> list[Item]:
         Item("weights", 4 * numel),
         Item("gradients", 4 * numel),
         Item("optimizer states", setup.optimizer.states_of(setup.trainable)),
-        Item("DDP's first buckets", 4 * numel if setup.world_size > 1 else 0, PASSES),
+        Item("DDP's first buckets", 4 * numel if setup.world_size > 1 else 0, (REBUILD,)),
         Item("optimizer's temporaries", setup.optimizer.temporary * largest, (UPDATE,)),
     ]
 
