@@ -376,7 +376,7 @@ class _Launch:
             own_worker=self.own_worker,
             progress=self.watch.read_progress(),
         )
-        self.events.write("launch_end", exit_code=outcome.exit_code)
+        self.events.write_end(outcome)
         if self.events.problem:
             self._say(f"events.jsonl has a gap: {self.events.problem}")
         self.screen.show_end(outcome)

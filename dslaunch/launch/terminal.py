@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from dslaunch.core.events import JsonlWriter
 from dslaunch.launch.ends import RankEnd
 from dslaunch.launch.symptoms import recognise
-from dslaunch.launch.verdict import describe_code
+from dslaunch.launch.verdict import Outcome, describe_code
 
 _ERASE = b"\r\x1b[K"
 _Item = tuple[bytes, "Callable[[], None] | None", BinaryIO]
@@ -152,6 +152,11 @@ class SafeEvents:
             "rank_exit", rank=end.rank, host=end.host, pid=pid, seconds=round(end.seconds, 3),
             max_rss_bytes=end.max_rss_bytes, asked=end.asked, **how, **facts,
         )  # fmt: skip
+
+    def write_end(self, outcome: Outcome) -> None:
+        """``launch_end``: the exit code; after a time-out also where each rank was."""
+        places = {"places": outcome.places} if outcome.places else {}
+        self.write("launch_end", exit_code=outcome.exit_code, **places)
 
     def write_first_failure(self, end: RankEnd, *, own_worker: bool) -> None:
         """``first_failure``: the rank that failed before any other, in words, with its last lines."""

@@ -55,6 +55,12 @@ class Outcome:
     progress: Progress | None = None  # of dslaunch's worker, since this start
 
     @property
+    def places(self) -> list[str]:
+        """Where each rank was, when the first failure is a time-out; else empty."""
+        first = self.first_failure
+        return [] if first is None or not is_time_out(first.tail) else describe_places(self.ends)
+
+    @property
     def is_complete(self) -> bool:
         """Every rank ended well, also where a signal came too late to stop them."""
         return 0 < self.num_ranks == len(self.ends) and all(end.code == 0 for end in self.ends)
@@ -164,8 +170,8 @@ def render_failure(outcome: Outcome, log_path: str, *, shown: frozenset[str] | N
         lines += [f"    | {line}" for line in first.tail[-_TAIL_SHOWN:]]
     if (known := recognise(first.tail)) is not None:
         lines.append(f"  looks like   {known}")
-    if is_time_out(first.tail):
-        lines += ["  where the ranks were:", *(f"    | {line}" for line in describe_places(outcome.ends))]
+    if outcome.places:
+        lines += ["  where the ranks were:", *(f"    | {line}" for line in outcome.places)]
     lines.append(f"  log          {log_path}")
     others = [end for end in outcome.ends if end.rank != first.rank]
     if others:

@@ -136,6 +136,7 @@ class _Story:
             self.trouble.append(f"host {event['host']} was lost: {event['how']}")
         elif kind == "launch_end":
             self.ended, self.exit_code = event["time"], event["exit_code"]
+            self.trouble += map(str, event.get("places", ()))
             if event.get("refused") and self.restarts:  # what failed is what made a restart necessary
                 self.failed_rank = self.before[0]
                 self.trouble = [*self.before[1], f"restart {self.restarts}: {event['refused']}"]
@@ -276,7 +277,7 @@ def _state(story: _Story, *, is_alive: bool) -> State:
         return "done"
     if story.exit_code == EXIT_STOPPED_AT_CHECKPOINT:
         return "stopped"
-    cancelled = story.exit_code in (EXIT_CANCELLED_INT, EXIT_CANCELLED_TERM, 129) and not story.trouble
+    cancelled = story.exit_code in (EXIT_CANCELLED_INT, EXIT_CANCELLED_TERM, 129, 142) and not story.trouble
     return "cancelled" if cancelled else "failed"
 
 

@@ -125,6 +125,7 @@ def test_a_rank_that_does_not_come_is_told_from_those_that_wait(bed: Testbed, th
     block = err[err.rindex("failed first") :]
     assert "waited 4 s in all_reduce for a rank that did not come" in err
     assert "  where the ranks were:\n    | rank 1 on node2: its process was stopped (SIGSTOP)\n" in block
+    assert events("run", "launch_end")[0]["places"][0] == "rank 1 on node2: its process was stopped (SIGSTOP)"
     nothing_left(bed)
 
 

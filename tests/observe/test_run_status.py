@@ -215,3 +215,14 @@ def test_where_locks_cannot_tell_its_events_do(
 
     monkeypatch.setattr("dslaunch.observe.run_status.is_held", refuse)
     assert is_over(run(tmp_path, events)) is over
+
+
+def test_after_a_time_out_it_says_where_the_ranks_were(tmp_path: Path) -> None:
+    places = ["rank 1 on a: in read", "rank 0 on a: waiting in all_reduce"]
+    status = load_status(run(tmp_path, [START, UP, *RANKS, FAILED, end(9, places=places)]))
+    assert status.trouble == ("rank 1 on a failed first: it exited with code 9", *places)
+
+
+@pytest.mark.parametrize("code", [129, 130, 142, 143])
+def test_a_cancel_is_known_by_its_code(tmp_path: Path, code: int) -> None:
+    assert load_status(run(tmp_path, [START, UP, *RANKS, end(code)])).state == "cancelled"
