@@ -429,7 +429,7 @@ def setup_of(case: Case, world_size: int) -> Any:
     from dslaunch.config.memory.adapter import adapter_tensors
     from dslaunch.config.memory.architectures import dimensions, parameters
     from dslaunch.config.memory.of_run import cost_of
-    from dslaunch.config.memory.setup import Setup, ZeroOptions, frozen_tensors
+    from dslaunch.config.memory.setup import NF4, Setup, ZeroOptions, frozen_tensors
     from dslaunch.config.memory.tensors import ModelFacts
 
     config, plan = model_config(case).to_dict(), optimizer_plan(case)
@@ -438,7 +438,9 @@ def setup_of(case: Case, world_size: int) -> Any:
     return Setup(
         model=facts,
         trainable=facts.tensors if full else adapter_tensors(facts, r=R),
-        frozen=() if full else frozen_tensors(facts, bytes_each=e, quantised=case.method == "qlora"),
+        frozen=()
+        if full
+        else frozen_tensors(facts, bytes_each=e, quantization=NF4 if case.method == "qlora" else None),
         method=case.method,  # type: ignore[arg-type]
         engine=case.engine,  # type: ignore[arg-type]
         autocast=case.engine == "torch" and case.precision != "fp32",
