@@ -26,8 +26,8 @@ from dslaunch.train.new_tokens import add_new_tokens, grow_vocabulary, ids_of
 from dslaunch.train.quantization import (
     check_rows,
     check_trained_whole,
-    keep_codes_in_place,
     loading_arguments,
+    settle_codes,
 )
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -128,7 +128,7 @@ def load_base_model(model: ModelPlan, dtype: torch.dtype, fp32_modules: Sequence
         raise _load_error("model", source, error, model) from error
     _check_nothing_missing(source, info)
     loaded.config.use_cache = False  # with a cache, packed samples would attend to each other
-    keep_codes_in_place(loaded)
+    settle_codes(loaded, dtype)
     return loaded
 
 

@@ -121,15 +121,20 @@ def is_quantised(parameter: torch.nn.Parameter) -> bool:
     return type(parameter).__name__ in ("Params4bit", "Int8Params")
 
 
-def keep_codes_in_place(model: Any) -> None:
-    """Let no evaluation on a CPU put the codes in another order.
+def settle_codes(model: Any, dtype: torch.dtype) -> None:
+    """Let 4-bit codes stand for the same values in forward and backward, and stay where they are.
 
-    With AVX512-BF16, bitsandbytes 0.50 packs a layer's weight anew in its first forward pass in eval
-    mode (nn/modules.py, Linear4bit.forward), whatever else holds that tensor: ZeRO's shares, for one.
+    bitsandbytes 0.50 reads them in the input's type in forward and, in backward, in the one that they were
+    made of, which for a model on disk may be another than the run's. And on CPUs with AVX512-BF16 it packs
+    a layer's weight anew in its first forward pass in eval mode (nn/modules.py, Linear4bit.forward),
+    whatever else holds that tensor: ZeRO's shares, for one.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is not None:
+            state.dtype = dtype
 
 
 def dequantised(model: Any, dtype: torch.dtype) -> Any:

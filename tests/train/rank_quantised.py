@@ -39,7 +39,7 @@ RunCell = tuple[str, str, int]  # kind, precision, ZeRO stage
 # Each kind with the precisions and stages in turn; the rest is in benchmarks/adapters.py.
 RUNS: list[RunCell] = [
     ("nf4", "fp32", 0), ("nf4", "fp16", 2), ("nf4", "bf16", 3), ("nf4", "fp32", 3), ("nf4-single", "bf16", 2),
-    ("fp4", "fp16", 1), ("on-disk", "fp16", 2), ("on-disk", "bf16", 3), ("int8", "fp32", 1),
+    ("fp4", "fp16", 1), ("on-disk", "fp32", 1), ("on-disk", "bf16", 3), ("int8", "fp32", 1),
     ("int8", "bf16", 2), ("int8", "fp16", 0), ("qdora", "bf16", 0), ("qdora", "fp16", 1),
     ("qdora", "fp32", 2), ("rslora", "bf16", 3), ("lora", "fp32", 1), ("lora", "bf16", 2),
     ("lora", "fp16", 3), ("dora", "bf16", 1), ("dora", "fp16", 2), ("dora", "fp32", 3),
