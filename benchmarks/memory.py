@@ -1,6 +1,6 @@
 """What DeepSpeed really allocates, against the formulas of ``dslaunch plan``.
 
-    python benchmarks/memory.py [--world-size 2] [--all] [--json FILE]
+    python benchmarks/memory.py [--world-size 2] [--all | --nvme] [--json FILE]
 
 Trains a small random Llama of odd sizes for two steps in each case (ZeRO stage x full, LoRA or QLoRA x
 precision x accumulation x offload) on CPU ranks, and compares four moments with the plan of the very rank:
@@ -35,6 +35,7 @@ os.environ.setdefault("DS_LOG_LEVEL", "error")
 TOLERANCE = 0.01
 MOMENTS = ("rest", "after backward", "optimizer entry", "step peak")
 BUCKET, THRESHOLD, R = 20_000, 500, 3
+NVME_BUFFER, NVME_IN_CPU = 1_500_000, 0
 STEPS = 2
 
 
@@ -47,6 +48,9 @@ class Case:
     precision: str = "bf16"
     accumulation: int = 1
     offload: str = ""  # "optimizer", or "optimizer+param"
+    nvme: str = (
+        ""  # the parts of these that go to a disk; the model is larger then, as small tensors never go
+    )
     tied: bool = False
     sub_group_size: int = 1_000_000_000
     bucket: int = 20_000
@@ -60,10 +64,22 @@ class Case:
         parts = [shards, self.method, self.precision, f"gas{self.accumulation}", self.offload]
         parts += [self.optimizer] if self.optimizer != "AdamW" else []
         parts += ["tied"] if self.tied else []
+        parts += [f"nvme:{self.nvme}"] if self.nvme else []
         parts += [self.task] if self.task != "sft" else []
         parts += [f"bucket{self.bucket}"] if self.bucket != BUCKET else []
         parts += [f"group{self.sub_group_size}"] if self.sub_group_size < 1_000_000_000 else []
         return " ".join(filter(None, parts))
+
+
+def nvme_cases() -> Iterator[Case]:
+    """What is offloaded to a disk: needs libaio and its headers, and DeepSpeed compiles an op for minutes."""
+    for group in (1_000_000_000, 700_000):
+        yield Case(3, offload="optimizer", nvme="optimizer", sub_group_size=group)
+        yield Case(3, offload="optimizer", nvme="optimizer", sub_group_size=group, accumulation=2)
+        for nvme in ("param", "optimizer+param"):
+            yield Case(3, offload="optimizer+param", nvme=nvme, sub_group_size=group)
+    yield Case(3, "lora", offload="optimizer+param", nvme="optimizer+param")
+    yield Case(3, precision="fp32", offload="optimizer+param", nvme="optimizer+param")
 
 
 def cases(everything: bool) -> Iterator[Case]:
@@ -124,8 +140,8 @@ def model_config(case: Case) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=1009,
-        hidden_size=60,
+        vocab_size=1009 if not case.nvme else 8009,
+        hidden_size=60 if not case.nvme else 180,
         intermediate_size=151,
         num_hidden_layers=3,
         num_attention_heads=6,
@@ -146,6 +162,13 @@ def ds_config(case: Case) -> dict[str, Any]:
         }
     for part in filter(None, case.offload.split("+")):
         zero[f"offload_{part}"] = {"device": "cpu", "pin_memory": False}
+        if part in case.nvme.split("+"):
+            zero[f"offload_{part}"] |= {"device": "nvme", "nvme_path": str(Path(tempfile.gettempdir()))}
+    if "param" in case.nvme:
+        # DeepSpeed 0.19.8 fails where it prefetches a tensor that is on its way already:
+        # "param 29 already assigned swap buffer id 3" (partitioned_param_swapper.py).
+        zero["stage3_prefetch_bucket_size"] = 0
+        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": NVME_BUFFER, "max_in_cpu": NVME_IN_CPU}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": case.accumulation,
@@ -435,6 +458,10 @@ def setup_of(case: Case, world_size: int) -> Any:
     config, plan = model_config(case).to_dict(), optimizer_plan(case)
     facts = ModelFacts(parameters(config) or (), dimensions(config), "config")
     full, e = case.method == "full", 4 if case.precision == "fp32" else 2
+
+    def where(part: str) -> Any:
+        return None if part not in case.offload else "nvme" if part in case.nvme else "cpu"
+
     return Setup(
         model=facts,
         trainable=facts.tensors if full else adapter_tensors(facts, r=R),
@@ -450,8 +477,10 @@ def setup_of(case: Case, world_size: int) -> Any:
             reduce_bucket_size=case.bucket,
             sub_group_size=case.sub_group_size,
             stage3_param_persistence_threshold=THRESHOLD,
-            offload_optimizer="cpu" if "optimizer" in case.offload else None,
-            offload_param="cpu" if "param" in case.offload else None,
+            offload_optimizer=where("optimizer"),
+            offload_param=where("param"),
+            param_buffer_size=NVME_BUFFER,
+            max_in_cpu=NVME_IN_CPU,
         ),
         world_size=world_size,
         ranks_per_host=world_size,
@@ -521,7 +550,7 @@ def measure_advice(world_size: int) -> Iterator[tuple[str, dict[str, dict[str, i
         yield f"{case.name} -> {changed.name}", {"measured": {"saved": fallen}, "planned": {"saved": saves}}
 
 
-def worker(out: Path, everything: bool, only: str) -> None:
+def worker(out: Path, everything: bool, only: str, nvme: bool) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -529,13 +558,13 @@ def worker(out: Path, everything: bool, only: str) -> None:
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     results = {}
-    for case in cases(everything):
+    for case in nvme_cases() if nvme else cases(everything):
         if only and only not in case.name:
             continue
         results[case.name] = {"measured": measure(case), "planned": planned(case, world_size, rank)}
         gc.collect()
         (out / f"rank-{rank}.json").write_text(json.dumps(results))
-    if not only or only == "advice":
+    if not nvme and (not only or only == "advice"):
         results |= measure_advice(world_size)
         (out / f"rank-{rank}.json").write_text(json.dumps(results))
 
@@ -543,7 +572,7 @@ def worker(out: Path, everything: bool, only: str) -> None:
 # --- all ranks ----------------------------------------------------------------------------------
 
 
-def run(world_size: int, everything: bool, only: str) -> list[dict[str, Any]]:
+def run(world_size: int, everything: bool, only: str, nvme: bool = False) -> list[dict[str, Any]]:
     """Every rank's results, in rank order."""
     import socket
 
@@ -559,8 +588,10 @@ def run(world_size: int, everything: bool, only: str) -> list[dict[str, Any]]:
             "--only",
             only,
             *(["--all"] if everything else []),
+            *(["--nvme"] if nvme else []),
         ]
         base = {**os.environ, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        base |= {"TMPDIR": folder}  # what is offloaded to a disk
         base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = [
             subprocess.Popen(argv, env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -591,15 +622,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--all", action="store_true", help="the larger matrix")
+    parser.add_argument("--nvme", action="store_true", help="the cases with offload to a disk alone")
     parser.add_argument("--only", default="", help="cases whose name holds this text")
     parser.add_argument("--json", type=Path, help="write every number here as well")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.worker, args.all, args.only)
+        worker(args.worker, args.all, args.only, args.nvme)
         return 0
     started = time.monotonic()
-    results = run(args.world_size, args.all, args.only)
+    results = run(args.world_size, args.all, args.only, args.nvme)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
     worst: dict[str, float] = {}

@@ -5,7 +5,8 @@ Fitted to DeepSpeed 0.19.8 like ``states``; on a CPU only the sum of the two sid
 
 from __future__ import annotations
 
-from dslaunch.config.memory.items import CONVERT, ON_DISK, UPDATE, Item
+from dslaunch.config.memory.items import CONVERT, UPDATE, Item
+from dslaunch.config.memory.nvme import states_on_nvme, weights_on_nvme
 from dslaunch.config.memory.setup import Setup, flat_size, touching
 from dslaunch.config.memory.states import (
     bucket_items,
@@ -82,7 +83,7 @@ def _stage_3(setup: Setup) -> tuple[list[Item], list[Item]]:
     device = stage_3_buffers(setup)
     host: list[Item] = []
     if setup.zero.offload_optimizer == "nvme":
-        host += _states_on_nvme(setup, states, group)
+        host += states_on_nvme(setup, states)
     elif setup.zero.offload_optimizer:
         temporaries = Item("optimizer's temporaries", setup.optimizer.temporary * group, (UPDATE,))
         host += [*states, Item("fp32 gradients", 4 * own), temporaries]
@@ -93,28 +94,9 @@ def _stage_3(setup: Setup) -> tuple[list[Item], list[Item]]:
             Item("optimizer's temporaries", setup.optimizer.temporary * group, (UPDATE,)),
         ]
     if setup.zero.offload_param == "nvme":
-        host += _weights_on_nvme(setup, weights)
+        host += weights_on_nvme(setup)
     elif setup.zero.offload_param:
         host += weights
     else:
         device += weights
     return device, host
-
-
-def _states_on_nvme(setup: Setup, states: list[Item], group: int) -> list[Item]:
-    """Read in stage3.py and swap_tensor/optimizer_utils.py, not measured.
-
-    The host keeps the 16-bit gradients and a pool of buffers, each for one state of the largest sub-group.
-    """
-    pool = Item("buffers for states on nvme", 4 * setup.zero.optimizer_buffer_count * group)
-    kept = [item for item in states if item.name == "gradients"]
-    gone = [Item(item.name, item.size, (ON_DISK,)) for item in states if item.name != "gradients"]
-    return [*kept, pool, *gone, Item("fp32 gradients", 4 * stage_3_share(setup), (ON_DISK,))]
-
-
-def _weights_on_nvme(setup: Setup, weights: list[Item]) -> list[Item]:
-    """Read in swap_tensor/partitioned_param_swapper.py, not measured: a pool, and what stays."""
-    e, zero = setup.bytes_each, setup.zero
-    pool = Item("buffers for weights on nvme", e * zero.param_buffer_count * zero.param_buffer_size)
-    stay = Item("weights (max_in_cpu)", e * min(zero.max_in_cpu, stage_3_share(setup)))
-    return [pool, stay, *(Item(item.name, item.size, (ON_DISK,)) for item in weights)]

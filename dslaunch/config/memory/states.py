@@ -230,12 +230,21 @@ def _small_packed(setup: Setup) -> list[Frozen]:
 
 
 def largest_sub_group(setup: Setup) -> int:
-    """Elements of the largest group that is updated at once (stage3.py, _create_fp16_sub_groups)."""
-    limit = setup.zero.sub_group_size
-    largest = current = 0
+    """Elements of the largest group that is updated at once."""
+    return max(map(sum, sub_groups(setup)), default=0)
+
+
+def sub_groups(setup: Setup) -> list[list[int]]:
+    """A rank's elements of each tensor, in the groups that are updated at once.
+
+    A group is closed by the tensor with which it reaches sub_group_size (stage3.py, _create_fp16_sub_groups).
+    """
+    groups: list[list[int]] = []
+    current = setup.zero.sub_group_size
     for tensor in setup.trainable:
-        current += shard(tensor.numel, setup.world_size)
-        largest = max(largest, current)
-        if current >= limit:
+        if current >= setup.zero.sub_group_size:
+            groups.append([])
             current = 0
-    return largest
+        groups[-1].append(shard(tensor.numel, setup.world_size))
+        current += groups[-1][-1]
+    return groups
