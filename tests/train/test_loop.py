@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dslaunch.core.errors import EXIT_OK, EXIT_STOPPED_AT_CHECKPOINT
+from dslaunch.core.plan import WatchPlan
 from dslaunch.losses.sft import TokenLoss
 from dslaunch.train import loop
 from dslaunch.train.data.sampler import BatchSchedule
@@ -33,6 +34,9 @@ class Result:
     def __init__(self, step: int, flag: bool, log: list[str]) -> None:
         self.loss, self.grad_norm, self.grad_norm_clipped, self.lr, self.loss_scale = 1.0, 1.0, 1.0, 1e-3, 1.0
         self.skipped, self.skip_reason, self.num_tokens = False, None, 5
+        self.step, self.next_loss_scale, self.hysteresis, self.next_hysteresis = step, 1.0, None, None
+        self.nonfinite_ranks: tuple[int, ...] = ()
+        self.nonfinite_loss_ranks: tuple[int, ...] = ()
         self._step, self._flag, self._log = step, flag, log
 
     @property
@@ -139,7 +143,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             schedule=schedule,
             report=double,
             stop=stop,
-            watch=Watch(precision="fp32", max_skipped_in_a_row=50, event=double.event, say=double.say),
+            watch=Watch(precision="fp32", limits=WatchPlan(), event=double.event, say=double.say),
             extra={},
         )
         return loop.run_training(job, 0), double
