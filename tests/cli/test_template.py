@@ -128,7 +128,8 @@ def test_a_preset_renders_what_deepspeed_accepts_without_findings(
     assert check_config(captured.out, target).findings == ()
     read = read_by_deepspeed(json.loads(captured.out), world_size)
     assert read.train_batch_size == json.loads(captured.out)["train_batch_size"]
-    notes = [line for line in captured.err.splitlines() if line and "accumulation" not in line]
+    said = ("accumulation", "no parameter groups")  # of sizes chosen, and of what JSON cannot say
+    notes = [line for line in captured.err.splitlines() if line and not any(part in line for part in said)]
     assert notes == []
 
 

@@ -195,7 +195,8 @@ def _trained(model: Any, directory: Path, dtype: torch.dtype) -> export._Trained
     tensors = {name: p.detach() + 1 for name, p in model.named_parameters()}
     plan = ModelPlan(path=str(directory), kind="directory")
     manifest: Any = None
-    return export._Trained(TrainedWeights(directory, manifest, tensors), plan, None, dtype)
+    no_tokens = None  # nothing is added to the vocabulary
+    return export._Trained(TrainedWeights(directory, manifest, tensors), plan, None, dtype, no_tokens)
 
 
 def _tiny_deepseek() -> Any:
