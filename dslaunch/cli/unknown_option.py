@@ -68,11 +68,16 @@ def _value(key: str, option: str, args: Sequence[str]) -> str:
     for text, after in zip(args, (*args[1:], ""), strict=True):
         if text.startswith(f"{option}="):
             return quote(text.partition("=")[2])
-        if text == option and _keys().get(key) is bool:
+        if text == option and _is_switch(_keys().get(key)):
             return "true"
         if text == option and after and not after.startswith("-"):
             return quote(after)
     return "VALUE"
+
+
+def _is_switch(kind: Any) -> bool:
+    """Whether a key is true, false or, besides, a word such as auto."""
+    return kind is bool or bool in typing.get_args(kind)
 
 
 def _verbs_with(option: str) -> Iterator[str]:

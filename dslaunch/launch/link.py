@@ -38,6 +38,7 @@ class AgentLink:
         self.host = host
         self.is_local = is_local
         self.done = False  # it said so: nothing of its ranks is left
+        self.was_killed = False  # what leads to another host, by us, before it ended by itself
         self.said_hello = False
         self.heard_at = time.monotonic()
         self.groups: set[int] = set()  # process groups of ranks that run, for when the agent dies
@@ -167,6 +168,7 @@ class AgentLink:
         if self.is_local:
             self.process.kill()
         else:
+            self.was_killed = self.process.poll() is None
             kill_with_descendants(self.process)
         self.process.wait()
         self.kill_groups()

@@ -44,7 +44,8 @@ def supervise_with_restarts(
     Our own worker goes on from its last checkpoint; a command is run again as it is and finds
     the number of the start in DSLAUNCH_RESTART_COUNT. Not after a cancel, a stop at a checkpoint
     or an end that would come again (a wrong config, a diverged run), and not for ever: two starts
-    in a row that a failing rank ended before anything was gained are a crash loop.
+    in a row that a failing rank ended before anything was gained are a crash loop, unless a spare
+    host takes the place of the one on which they failed.
     """
     restarts = Restarts(plan, own_worker=own_worker)
     last: Outcome | None = None
@@ -65,6 +66,9 @@ def supervise_with_restarts(
         again = restarts.next(outcome, culprits, lived_s=time.monotonic() - started)
         if again is not None and _wait(again, signals, events):
             continue
+        if restarts.is_crash_loop:
+            text = f"{_FRUITLESS_STARTS} starts in a row failed before anything was gained: not started again"
+            print(f"dslaunch: a crash loop: {text}", file=sys.stderr, flush=True)
         assert last is not None
         if refusal is not None:
             _tell_refused(restarts.number, refusal, last, events)
@@ -86,6 +90,7 @@ class Restarts:
     def __init__(self, plan: LaunchPlan, *, own_worker: bool) -> None:
         self.plan = plan
         self.number = 0
+        self.is_crash_loop = False
         self._own_worker = own_worker
         self._limit = plan.max_restarts
         self._spares = list(plan.spare_hosts)
@@ -103,11 +108,14 @@ class Restarts:
         elif outcome is not None and outcome.lost_host is None:
             self._fruitless += 1
         self._gained = gained
-        if self._fruitless >= _FRUITLESS_STARTS:
-            return None
-        self.number += 1
         self._failures.update(culprits)
         left_out = self._replace_hosts()
+        if left_out:  # other hardware: that is a new attempt
+            self._fruitless = 0
+        self.is_crash_loop = self._fruitless >= _FRUITLESS_STARTS
+        if self.is_crash_loop:
+            return None
+        self.number += 1
         self.plan = dataclasses.replace(
             self.plan,
             argv=self._argv(),

@@ -312,4 +312,6 @@ def describe_lost_agent(link: AgentLink) -> str:
     words = said(link.stderr, 1000) or ("" if link.said_hello else said(link.noise, 1000))
     if link.is_local:
         return f"the agent on {link.host.name} {describe_code(code)}" + (f": {words}" if words else "")
+    if not words and link.was_killed:  # by us: its code says nothing, and the client had not seen an end
+        return f"the agent on {link.host.name} ended, or the connection to it did"
     return f"the connection to {link.host.name} ended" + (f": {words}" if words else f" (code {code})")

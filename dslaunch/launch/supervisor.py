@@ -221,6 +221,8 @@ class _Launch:
         if self.cause.revise(end):
             self.events.write_first_failure(end, own_worker=self.own_worker)
             self._say(f"rank {end.rank} on {end.host} {describe_briefly(code)} before that")
+        if code == 0 and not end.asked:
+            self.watch.note_ended(end.rank, end.host)
         if code == 0 or end.asked or self.cause.is_known:  # stopped by us: not what went wrong
             return
         if code == EXIT_STOPPED_AT_CHECKPOINT:

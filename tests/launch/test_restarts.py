@@ -106,6 +106,25 @@ def test_a_host_that_failed_twice_gives_way_to_a_spare_with_as_many_slots(tmp_pa
     assert names == [(["a", "b"], ()), (["a", "c"], ("b",)), (["a", "c"], ()), (["a", "c"], ())]
 
 
+def test_a_host_on_which_ranks_fail_at_once_gives_way_too_before_it_is_a_crash_loop(tmp_path: Path) -> None:
+    restarts = Restarts(plan(tmp_path, spare_hosts=(Host(name="c", slots=("0",)),)), own_worker=False)
+    left_out = []
+    for host in ("b", "b", "c"):
+        restart = restarts.next(failed(host=host), [host], lived_s=1.0)
+        assert restart is not None
+        left_out.append(restart.left_out)
+    assert left_out == [(), ("b",), ()]
+    assert restarts.next(failed(host="c"), ["c"], lived_s=1.0) is None
+    assert restarts.is_crash_loop
+
+
+def test_a_crash_loop_says_why_it_ends(launch: Launch) -> None:
+    code, _, err = launch(python("sys.exit(9)"), "--max-restarts", "5").wait()
+    assert code == 9
+    assert err.count("starting again") == 1
+    assert "dslaunch: a crash loop: 2 starts in a row failed before anything was gained: not started" in err
+
+
 def test_a_command_that_fails_once_is_run_again(launch: Launch, tmp_path: Path) -> None:
     code = (
         "count = os.environ.get('DSLAUNCH_RESTART_COUNT', '0')\n"

@@ -129,6 +129,30 @@ def test_waiting_hosts_are_gone_through_when_it_is_time_and_not_at_each_event(
     assert start.num_asked == 1
 
 
+def test_ranks_that_end_well_while_others_run_on_are_told_of(tmp_path: Path) -> None:
+    class Said(Recorded):
+        def say(self, text: str) -> None:
+            self.states.append(text)
+
+    plan = LaunchPlan(argv=("x",), topology=local_topology(8), run_dir=str(tmp_path), cwd="/")
+    start, screen = Startup(plan), Said(tmp_path)
+    screen.is_terminal = False
+    start.has_started = True
+    watch = Watch(plan, start, screen, own_worker=False)
+    for rank in (3, 5):
+        watch.note_ended(rank, "b")
+    due = watch.deadline
+    assert 9 < due - time.monotonic() <= 10, "ranks may end one after the other"
+    watch.tick(due - 0.1, hosts_up=1, ranks_up=6, is_ending=False)
+    assert screen.states == []
+    watch.tick(due, hosts_up=1, ranks_up=6, is_ending=False)
+    watch.tick(due + 100, hosts_up=1, ranks_up=6, is_ending=False)
+    assert screen.states == ["rank 3 on b and 1 more ended with code 0, while 6 ranks run on"]
+    watch.note_ended(6, "b")
+    watch.tick(watch.deadline, hosts_up=1, ranks_up=0, is_ending=False)
+    assert len(screen.states) == 1, "all have ended"
+
+
 def test_its_words(tmp_path: Path) -> None:
     assert states(tmp_path, [(8, False), (8, False), (3, True)]) == [
         "waiting for localhost",
