@@ -7,6 +7,7 @@ that it also starts where a machine is itself a container.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -21,6 +22,7 @@ _RUN = (
     "run", "--detach", "--network=host", "--security-opt=seccomp=unconfined",
     "--ulimit=nofile=1024:1024", "--ulimit=nproc=9000:9000", "--volume=/usr:/usr:ro",
 )  # fmt: skip
+_TOOLS = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # dockerd finds runc there
 _PODMAN_CONF = """\
 [engine]
 runtime = "runc"
@@ -96,13 +98,15 @@ class Container:
 
     def _start_docker(self) -> list[str]:
         self.env = {"DOCKER_HOST": f"unix://{self.folder}/socket"}
+        daemon = shutil.which("dockerd", path=_TOOLS) or "dockerd"
         words = ["--storage-driver=vfs", "--iptables=false", "--ip6tables=false", "--bridge=none"]
         paths = {"data-root": "graph", "exec-root": "state", "pidfile": "pid"}
         words += [f"--{option}={self.folder}/{name}" for option, name in paths.items()]
         with (self.folder / "daemon.log").open("wb") as log:
             self._daemon = subprocess.Popen(
-                ["dockerd", *words, f"--host={self.env['DOCKER_HOST']}"],
+                [daemon, *words, f"--host={self.env['DOCKER_HOST']}"],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, "PATH": _TOOLS},
             )  # fmt: skip
         deadline = time.monotonic() + 30
         while self._try("version").returncode != 0 and time.monotonic() < deadline:
