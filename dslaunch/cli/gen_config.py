@@ -94,6 +94,10 @@ def _render(
     report = Report(loaded, notes=list(loaded.notes))
     engine = resolve_engine(report, facts)
     check_written_paths(report, facts)
+    if run_file is not None:
+        from dslaunch.config.run_settings import resolve_settings
+
+        resolve_settings(report, facts, engine)
     if engine:
         check_for_own_script(engine[0], report)
         engine = (_with_scheduler(engine[0], length, loaded.spec), engine[1])

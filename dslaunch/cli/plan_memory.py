@@ -54,8 +54,9 @@ def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
     try:
         setup = setup_of_run(plan, facts)
     except ConfigError as error:
-        key = "" if error.message.startswith("fp32_modules") else "adapter: "
-        raise ConfigError(f"{key}{error.message}", hint=error.hint) from None
+        in_fp32 = error.message.startswith("fp32_modules")
+        where = loaded.where("fp32_modules") if in_fp32 else f"{loaded.where('adapter')}adapter: "
+        raise ConfigError(f"{where}{error.message}", hint=error.hint) from None
     setup = replace(setup, zero=replace(setup.zero, written=_written_zero_keys(loaded)))
     world = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
     hosts = resolve_hosts(loaded.spec.cluster, world)
@@ -67,16 +68,16 @@ def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:
     """The parameters of the model that a spec names. Raises ConfigError where they are not here."""
     from dslaunch.config.zero import auto_keys
 
-    key = auto_keys(loaded.spec)[0]
+    auto = "".join(f"{key} auto: " for key in auto_keys(loaded.spec)[:1])
     model = loaded.spec.model
     if model is None:
-        raise ConfigError(f"{key} auto: no model is given to plan for", hint="name it with --model")
+        raise ConfigError(f"{auto}no model is given to plan for", hint="name it with --model")
     fact = facts.paths["model.path"]
     known = fact.kind != "missing"
     path = local_model("local" if known else "hub", fact.absolute if known else model.path, model.revision)
     if path is None:
         raise ConfigError(
-            f"{loaded.where('model.path')}{key} auto: the size of {model.path} is not known here:"
+            f"{loaded.where('model.path')}{auto}the size of {model.path} is not known here:"
             " it is not on this machine",
             hint="download it first, or set the value yourself",
         )
@@ -98,7 +99,7 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
     from dslaunch.cli import options
     from dslaunch.cli.plan import dtype_lines
     from dslaunch.cli.plan_verdict import verdict_lines
-    from dslaunch.config.engine_plan import resolve_engine
+    from dslaunch.config.engine_plan import check_for_own_script, resolve_engine
     from dslaunch.config.facts import model_dtype, probe_facts
     from dslaunch.config.load import load_flags
     from dslaunch.config.memory.capacity import host_gib
@@ -125,6 +126,8 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
         loaded = settle_zero(loaded, world, facts, training_of(training))
     report = Report(loaded, notes=list(loaded.notes))
     resolved = resolve_engine(report, world)
+    if resolved:
+        check_for_own_script(resolved[0], report)
     config = render_ds_config(resolved[0], report, world, resolved[1].devices) if resolved else {}
     report.raise_if_any()
     assert resolved is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from dslaunch.config.facts import Facts
@@ -316,7 +317,8 @@ def _note_stage_0(precision: Precision, own_worker: bool, report: Report) -> Non
         "fp16": "does not scale the loss there and takes a step on zero gradients at the start",
         "bf16": "takes an optimizer step on zero gradients there at the start",
     }[precision]
-    report.note(
+    say = partial(report.warn, "zero_optimization.stage") if precision == "fp16" else report.note
+    say(
         f"{precision} at ZeRO stage 0: DeepSpeed 0.19.8 itself {does};"
         + (" dslaunch's worker runs it as stage 1;" if own_worker else "")
         + " in a training script of your own use stage 1, which computes the same"

@@ -6,20 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from dslaunch.config.attention import resolve_attention
 from dslaunch.config.engine_plan import resolve_engine
 from dslaunch.config.facts import Facts
-from dslaunch.config.fp32_modules import check_fp32_modules
 from dslaunch.config.hosts import ResolvedHosts, choose_via
-from dslaunch.config.length import resolve_length
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.origins import build_origins
 from dslaunch.config.paths import check_data_file, check_hub_id, fail_missing
-from dslaunch.config.quantization import settle_quantization
 from dslaunch.config.render import render_ds_config
 from dslaunch.config.report import Report
+from dslaunch.config.run_settings import resolve_settings
 from dslaunch.config.secrets import check_env
-from dslaunch.config.spec import AdapterSpec, DataSourceSpec, RunSpec, SchedulerSpec
+from dslaunch.config.spec import AdapterSpec, DataSourceSpec, RunSpec
 from dslaunch.core.model_path import ModelKind, is_gguf
 from dslaunch.core.plan import (
     IMAGE_RUNTIMES,
@@ -27,18 +24,12 @@ from dslaunch.core.plan import (
     ContainerPlan,
     DataPlan,
     DataSource,
-    Fp16Plan,
     LaunchPlan,
     ModelPlan,
-    OutputPlan,
     RunPlan,
-    SchedulerPlan,
     Via,
     WatchPlan,
 )
-
-_DEFAULT_WARMUP_RATIO = 0.03
-_DEFAULT_DECAY_RATIO = 0.1
 
 
 def resolve(
@@ -73,33 +64,24 @@ def resolve_into(
     loaded, engine = report.loaded, resolve_engine(report, facts, hosts)
     parts = _Parts(report, facts)
     model, data, interpreter = parts.model(), parts.data(), parts.interpreter(python)
-    if engine is not None:
-        attention = resolve_attention(loaded.spec, engine[0].precision, engine[1], facts, report)
-        model = replace(
-            model,
-            attn_implementation=attention,
-            quantization_config=settle_quantization(report, facts, *engine),
-        )
-        check_fp32_modules(loaded.spec, engine[0].precision, report)
     adapter = _adapter(loaded.spec.adapter, report)
-    epochs, steps = resolve_length(loaded.spec, report)
-    scheduler = _scheduler(loaded.spec, report)
-    output = _output(loaded.spec, report)
+    settings = resolve_settings(report, facts, engine)
     check_env(loaded.spec.launch, report)
     ds_config = {}
-    if engine is not None:
-        _check_watch(loaded.spec, engine[0].fp16, report)
     if engine is not None and loaded.spec.engine == "deepspeed":
         ds_config = render_ds_config(engine[0], report, facts, engine[1].devices)
     if engine is None or report.problems:
         return None
+    noise = loaded.spec.neftune_noise_alpha
     return RunPlan(
         name=loaded.spec.name or default_name,
         task=loaded.spec.task,
         engine=loaded.spec.engine,
         torch_autocast=engine[0].torch_autocast,
         seed=loaded.spec.seed,
-        model=model,
+        model=replace(
+            model, attn_implementation=settings.attention, quantization_config=settings.quantization
+        ),
         data=data,
         adapter=adapter,
         precision=engine[0].precision,
@@ -108,12 +90,12 @@ def resolve_into(
         gradient_clipping=engine[0].gradient_clipping,
         optimizer=engine[0].optimizer,
         batch=engine[0].batch,
-        scheduler=scheduler,
-        num_train_epochs=epochs,
-        max_steps=steps,
-        output=output,
+        scheduler=settings.scheduler,
+        num_train_epochs=settings.num_train_epochs,
+        max_steps=settings.max_steps,
+        output=settings.output,
         fp32_modules=loaded.spec.fp32_modules,
-        neftune_noise_alpha=_optional_float(loaded.spec.neftune_noise_alpha),
+        neftune_noise_alpha=None if noise is None else float(noise),
         watch=WatchPlan(**dict(loaded.spec.watch)),
         allow_untested_deepspeed=loaded.spec.allow_untested_deepspeed,
         launch=parts.launch(engine[1], run_dir=run_dir, cwd=cwd, python=interpreter),
@@ -300,79 +282,3 @@ def _adapter(spec: AdapterSpec | None, report: Report) -> AdapterPlan | None:
     values = dict(spec)
     values["lora_alpha"] = float(spec.lora_alpha)
     return AdapterPlan(**values)
-
-
-def _scheduler(spec: RunSpec, report: Report) -> SchedulerPlan:
-    part = spec.scheduler
-    if part.warmup_steps is not None and part.warmup_ratio is not None:
-        message = "scheduler.warmup_steps and scheduler.warmup_ratio are both given"
-        report.fail("scheduler.warmup_ratio", message, "keep one of the two")
-    ratio = part.warmup_ratio
-    if part.warmup_steps is None and ratio is None:
-        ratio = 0.0 if part.type == "constant" else _DEFAULT_WARMUP_RATIO
-        report.reason("scheduler.warmup_ratio", f"usual for {part.type}", "default")
-    if part.type == "constant" and report.given("scheduler.min_lr_ratio"):
-        message = "scheduler.min_lr_ratio has no effect: a constant rate does not fall"
-        report.fail("scheduler.min_lr_ratio", message, "remove it, or use type linear, cosine or wsd")
-    return SchedulerPlan(
-        type=part.type,
-        warmup_steps=part.warmup_steps,
-        warmup_ratio=ratio,
-        min_lr_ratio=float(part.min_lr_ratio),
-        decay_steps=part.decay_steps,
-        decay_ratio=_decay_ratio(part, report),
-        decay_type=part.decay_type or "linear",
-    )
-
-
-def _decay_ratio(part: SchedulerSpec, report: Report) -> float | None:
-    """The share of steps in which the rate of wsd falls; None where decay_steps says it, or nothing does."""
-    if part.type != "wsd":
-        for name in ("decay_steps", "decay_ratio", "decay_type"):
-            if getattr(part, name) is not None:
-                key = f"scheduler.{name}"
-                report.fail(key, f"{key} is for type wsd; the type is {part.type}", "remove it, or use wsd")
-        return None
-    if part.decay_steps is not None and part.decay_ratio is not None:
-        message = "scheduler.decay_steps and scheduler.decay_ratio are both given"
-        report.fail("scheduler.decay_ratio", message, "keep one of the two")
-    if part.decay_steps is None and part.decay_ratio is None:
-        report.reason("scheduler.decay_ratio", "usual for wsd", "default")
-        return _DEFAULT_DECAY_RATIO
-    return _optional_float(part.decay_ratio)
-
-
-def _optional_float(value: float | None) -> float | None:
-    return None if value is None else float(value)
-
-
-def _check_watch(spec: RunSpec, fp16: Fp16Plan | None, report: Report) -> None:
-    """A limit that the scale's own descent would reach stops every fp16 run at its start."""
-    if spec.watch.detect_anomaly and spec.watch.on_nonfinite != "trace":
-        message = "watch.detect_anomaly is for tracing, and watch.on_nonfinite is stop"
-        report.fail("watch.detect_anomaly", message, "set on_nonfinite: trace, or remove detect_anomaly")
-    limit = spec.watch.max_skipped_in_a_row
-    if fp16 is None or fp16.loss_scale != "dynamic":
-        return
-    descent = fp16.initial_scale_power + fp16.hysteresis
-    if limit <= descent:
-        report.fail(
-            "watch.max_skipped_in_a_row",
-            f"watch.max_skipped_in_a_row {limit}: the descent of the loss scale from "
-            f"2^{fp16.initial_scale_power} alone may skip {descent} steps",
-            f"set it above {descent}, or lower fp16.initial_scale_power",
-        )
-
-
-def _output(spec: RunSpec, report: Report) -> OutputPlan:
-    part = spec.output
-    if part.eval_steps is not None and not spec.data.eval:
-        message = "output.eval_steps: there is no data.eval to evaluate on"
-        report.fail("output.eval_steps", message, "set data.eval, or remove eval_steps")
-    return OutputPlan(
-        save_steps=part.save_steps,
-        eval_steps=part.eval_steps,
-        logging_steps=part.logging_steps,
-        save_total_limit=part.save_total_limit,
-        report_to=part.report_to,
-    )

@@ -210,6 +210,54 @@ def test_fp16_at_stage_0_is_refused_for_scripts_and_run_by_our_worker(
     assert "`dslaunch launch` may keep stage 0" in err
     assert main(["plan", "run.yaml"]) == 0
     assert "dslaunch's worker runs it as stage 1" in capsys.readouterr().err
+    assert main(["check", "run.yaml"]) == 0
+    assert "run.yaml:7: warning: fp16 at ZeRO stage 0" in capsys.readouterr().out
+
+
+QUANTISED = "model: {path: org/model, quantization_config: {%s}}\n"
+LORA = "adapter: {type: lora}\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "rest", "key"),
+    [
+        (QUANTISED % "load_in_8bit: true", LORA + "zero_optimization: {stage: 3}\n", "stage 3 with 8-bit"),
+        (QUANTISED % "load_in_4bit: true, load_in_8bit: true", LORA, "both are true"),
+        (QUANTISED % "load_in_8bit: false", LORA, "neither is true"),
+        (
+            QUANTISED % "load_in_4bit: true, bnb_4bit_quant_storage: bfloat16",
+            LORA + "precision: fp16\n",
+            "bnb_4bit_quant_storage bfloat16 with precision fp16",
+        ),
+        (QUANTISED % "load_in_8bit: true", "", "there is no adapter section"),
+        ("model: {path: org/model, attn_implementation: flash_attention_2}\n", "precision: fp16\n", "v100"),
+        ("model: org/model\n", "max_steps: 10\nscheduler: {warmup_steps: 50}\n", "more than the 10 steps"),
+        (
+            "model: org/model\n",
+            "max_steps: 10\nscheduler: {type: wsd, warmup_steps: 5, decay_steps: 6}\n",
+            "6 of decay are more than the 10 steps",
+        ),
+        ("model: org/model\n", "output: {eval_steps: 5}\n", "there is no data.eval"),
+    ],
+)
+def test_what_plan_and_check_refuse_of_a_run_file_is_not_rendered(
+    capsys: pytest.CaptureFixture[str], model: str, rest: str, key: str
+) -> None:
+    """With the same sentence at the same line; neither the model nor the data is here."""
+    precision = "" if "precision" in rest else "precision: fp32\n"
+    Path("run.yaml").write_text(
+        f"{model}data: {{train: org/data}}\ntrain_batch_size: 8\n{precision}"
+        f"cluster: {{gpu: v100, num_gpus_per_node: 2}}\n{rest}"
+    )
+    code, out, err = run(capsys, "run.yaml")
+    assert (code, out) == (2, "")
+    (error,) = [line for line in err.splitlines() if line.startswith("Error: ")]
+    assert key in error
+    assert main(["plan", "run.yaml"]) == 2
+    assert error in capsys.readouterr().err.splitlines()
+    assert main(["check", "run.yaml"]) == 1
+    place, message = error.removeprefix("Error: ").split(": ", 1)
+    assert f"{place}: error: {message} [run-file]" in capsys.readouterr().out
 
 
 def test_gpus_that_are_not_here_are_never_planned_for_as_this_cpu(

@@ -199,6 +199,14 @@ def test_a_model_elsewhere_is_a_note_and_no_error(capsys: pytest.CaptureFixture[
             "--precompute-ref-log-probs has no effect with --task sft",
         ),
         (["--model", "run.yaml"], "is no model"),
+        (
+            ["--model", "model", "--gpu", "v100-32gb", *FLAGS, "--zero-stage", "0", "--precision", "fp16"],
+            "--zero-stage: fp16 at zero_optimization.stage 0",
+        ),
+        (
+            ["--model", "model", "--gpu", "a100", *FLAGS, "--set", "optimizer.type=AdEMAMix"],
+            "optimizer.type AdEMAMix: no DeepSpeed JSON can name it",
+        ),
         (["--model", "model", "--num-nodes", "2"], "num_gpus_per_node"),
     ],
 )  # fmt: skip
@@ -209,6 +217,28 @@ def test_what_is_wrong_is_said_in_one_sentence(
     err = capsys.readouterr().err
     assert says in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("patterns", "code"), [("['*nope*']", 2), ("['*norm*']", 0)])
+def test_a_pattern_that_matches_no_module_is_said_by_plan_and_check_alike(
+    patterns: str, code: int, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "run.yaml").write_text(f"{RUN}fp32_modules: {patterns}\n")
+    assert main(["plan", "run.yaml"]) == code
+    planned = capsys.readouterr().err
+    assert main(["check", "run.yaml"]) == bool(code)
+    message = "fp32_modules: '*nope*' matches no module of the model"
+    assert (f"Error: run.yaml:10: {message}" in planned) == bool(code)
+    assert (f"run.yaml:10: error: {message} [run-file]\n" in capsys.readouterr().out) == bool(code)
+
+
+def test_check_takes_patterns_on_trust_where_the_model_is_elsewhere(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = RUN.replace("model: model", "model: org/elsewhere")
+    (here / "run.yaml").write_text(f"{text}fp32_modules: ['*nope*']\n")
+    assert main(["check", "run.yaml"]) == 0
+    assert "fp32_modules" not in capsys.readouterr().out
 
 
 def test_no_torch_is_needed(here: Path) -> None:

@@ -43,7 +43,8 @@ def check_run_file(
     """All findings about the run file ``text``, in file order. ``path`` is its name, or ``<stdin>``.
 
     ``load_model`` gives the parameters of the model, for a memory plan, or raises ConfigError where
-    they are not on this machine; without it no ``auto`` of zero_optimization is looked at.
+    they are not on this machine; without it no ``auto`` of zero_optimization and no names of modules are
+    looked at.
     """
     here = Path.cwd()
     base = here if path == "<stdin>" else Path(path).resolve().parent
@@ -88,12 +89,32 @@ def _check_plan(
         text = risk.text.removeprefix(loaded.where(risk.key))
         code = "risk" if risk.severity == "warning" else "advice"
         found.append(Finding(code, risk.severity, risk.key, text, loaded.line(risk.key) or None))
+    if load_model is not None and "fp32_modules" not in {finding.key for finding in found}:
+        found += _check_modules(path, loaded, facts, load_model)
     if auto_keys(loaded.spec):
         if not certain and not machine.problems:
             found += _check_memory(path, loaded, facts, machine, target, load_model)
     elif target.world_size is None and not (machine.world_known and machine.devices_known):
         found += _check_here(path, loaded, facts, {finding.key for finding in (*known, *found)})
     return found
+
+
+def _check_modules(
+    path: str, loaded: LoadedSpec[RunSpec], facts: Facts, load_model: LoadModel
+) -> list[Finding]:
+    """The patterns of fp32_modules that match nothing in the model, where it is on this machine."""
+    if not loaded.spec.fp32_modules:
+        return []
+    from dslaunch.config.memory.wide import matched_modules
+
+    try:
+        model = load_model(loaded, facts)
+    except ConfigError:
+        return []
+    report = Report(loaded)
+    with report.catching("fp32_modules"):
+        matched_modules(model, loaded.spec.fp32_modules)
+    return [_finding(path, problem, loaded) for problem in report.problems]
 
 
 def _find_certain(machine: AnyMachine) -> tuple[list[Problem], list[Risk]]:
