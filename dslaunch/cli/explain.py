@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from dslaunch.cli import options
 from dslaunch.cli.talk import talk
 
 if TYPE_CHECKING:
-    from dslaunch.core.loss_scale import LossScaleRule
+    from dslaunch.core.loss_scale import LossScaleRule, LossScaleStep
 
 SCHEMA_VERSION = 1
 LOSS_SCALE = "loss-scale"
@@ -50,6 +51,8 @@ def command(
         raise click.UsageError("--overflow-at and --set go with `dslaunch explain loss-scale`")
     if key == LOSS_SCALE:
         _explain_loss_scale(overflow_at or "", steps, set_, as_json)
+    elif key is not None and not key.strip():
+        raise click.UsageError("KEY is empty: name a key, or use --list")
     elif as_list:
         _list(key, as_json)
     elif key is None:
@@ -101,11 +104,21 @@ def _explain_loss_scale(overflow_at: str, steps: int, set_: tuple[str, ...], as_
     rule = build_rule(set_)
     course = simulate_loss_scale(rule, steps=steps, overflow_at=parse_steps(overflow_at))
     if as_json:
-        _echo_json({"rule": dataclasses.asdict(rule), "steps": [dataclasses.asdict(step) for step in course]})
+        _echo_json({"rule": dataclasses.asdict(rule), "steps": [_step_json(step) for step in course]})
         return
     events = event_lines(course)
     blocks = [rule_lines(rule), events or ["nothing happens in these steps"], plot_lines(course)]
     click.echo("\n\n".join("\n".join(block) for block in blocks))
+
+
+def _step_json(step: LossScaleStep) -> dict[str, Any]:
+    """A scale that doubled past the largest float is null: JSON has no word for infinity."""
+    import dataclasses
+
+    return {
+        name: None if isinstance(value, float) and math.isinf(value) else value
+        for name, value in dataclasses.asdict(step).items()
+    }
 
 
 def parse_steps(text: str) -> frozenset[int]:
@@ -154,11 +167,17 @@ def build_rule(settings: tuple[str, ...]) -> LossScaleRule:
 
 def _read(value: str) -> Any:
     try:
-        number = json.loads(value)
+        number = json.loads(value, parse_constant=str)
     except ValueError:
         return value
-    return int(number) if isinstance(number, float) and number == int(number) else number
+    if not isinstance(number, float):
+        return number
+    if not math.isfinite(number):
+        return value  # reported as no number
+    return int(number) if number.is_integer() else number
 
 
 def _echo_json(value: dict[str, Any]) -> None:
-    click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2, ensure_ascii=False))
+    click.echo(
+        json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2, ensure_ascii=False, allow_nan=False)
+    )

@@ -18,6 +18,7 @@ _EVENTS = {
     "doubled": "no overflow for a whole window: the scale is doubled to {scale}",
 }
 WIDTH = 76
+_TOO_LARGE = 1024  # 2 to this power is no float any more
 
 
 def rule_lines(rule: LossScaleRule) -> list[str]:
@@ -64,7 +65,7 @@ def plot_lines(course: Sequence[LossScaleStep]) -> list[str]:
 
 def power_rows(columns: Sequence[Sequence[float]], skipped: Sequence[bool]) -> list[str]:
     """A row for each power of two, ``#`` where a column holds such a scale; skipped steps; the axis."""
-    powers = [{math.floor(math.log2(scale)) for scale in column} for column in columns]
+    powers = [{_power_of(scale) for scale in column} for column in columns]
     all_powers = set().union(*powers)
     lines = []
     for power in range(max(all_powers), min(all_powers) - 1, -1):
@@ -75,7 +76,13 @@ def power_rows(columns: Sequence[Sequence[float]], skipped: Sequence[bool]) -> l
     return [*lines, f"{'':>11}+{'-' * len(columns)}"]
 
 
+def _power_of(scale: float) -> int:
+    return _TOO_LARGE if math.isinf(scale) else math.floor(math.log2(scale))
+
+
 def _power(power: int) -> str:
+    if power == _TOO_LARGE:
+        return "inf"
     return str(2**power) if 0 <= power < 30 else f"2^{power}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from dslaunch.config.synonyms import known_key, known_value, why_not
 from dslaunch.config.yaml_tree import KeyPath, Mark, Tree, key_text
@@ -170,7 +170,7 @@ def _sentence(
     if mark is not None and (trap := _yaml_trap(first["input"], mark, wanted, key)):
         return trap[0], _KEY_HINTS.get(key, trap[1])
     hint = _KEY_HINTS.get(key) or _section_hint(key, first, shown)
-    hint = hint or _rounding_hint(key, first) or _literal_hint(key, first)
+    hint = hint or _rounding_hint(kind, path, first) or _literal_hint(key, first)
     return f"{key}: {shown} is not {wanted}", hint
 
 
@@ -274,11 +274,26 @@ def _section_hint(key: str, error: Any, shown: str) -> str | None:
     return f"write {key}: {{{name}: {shown}}}"
 
 
-def _rounding_hint(key: str, error: Any) -> str | None:
+def _rounding_hint(kind: type[BaseModel], path: KeyPath, error: Any) -> str | None:
     value = error["input"]
     if error["type"] not in ("int_type", "int_from_float") or not isinstance(value, float):
         return None
-    return f"write {key.rpartition('.')[2]}: {round(value)}" if abs(value) < 2**53 else None
+    near = round(value) if abs(value) < 2**53 else None
+    return f"write {path[-1]}: {near}" if near is not None and _accepts(kind, path, near) else None
+
+
+def _accepts(kind: type[BaseModel], path: KeyPath, value: int) -> bool:
+    """Whether ``value`` is in the range of the key at ``path``."""
+    *section, name = _names(path)
+    model = section_at(kind, section)
+    if model is None or (field := model.model_fields.get(name)) is None:
+        return False
+    ranged: Any = typing.Annotated[field.annotation, field]
+    try:
+        TypeAdapter[Any](ranged).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _literal_hint(key: str, error: Any) -> str | None:
@@ -343,11 +358,17 @@ def _nearest(name: str, choices: Sequence[str]) -> str | None:
 
 def fields_at(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
     """The keys of the section at ``path``, entries of lists left out; none where it is no section."""
+    model = section_at(kind, path)
+    return list(model.model_fields) if model else []
+
+
+def section_at(kind: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
+    """The section at ``path``, entries of lists left out; None where it is no section."""
     model: type[BaseModel] | None = kind
     for part in path:
         field = model.model_fields.get(part) if model else None
         model = model_in(field.annotation) if field else None
-    return list(model.model_fields) if model else []
+    return model
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:

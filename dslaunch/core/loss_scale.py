@@ -47,7 +47,7 @@ def settings_in_words(rule: LossScaleRule) -> dict[str, str]:
     refill = "at every good step" if rule.consecutive_hysteresis else "only when the scale doubles"
     return {
         "loss_scale": "dynamic: halved on overflow, doubled after a quiet window",
-        "initial_scale_power": f"starts at 2^{power} = {2**power}",
+        "initial_scale_power": f"starts at 2^{power} = {2.0**power:.15g}",
         "loss_scale_window": f"doubles after {window} steps without overflow"
         f" (the first time after {window + 1})",
         "hysteresis": _hysteresis_in_words(rule.hysteresis),

@@ -209,6 +209,23 @@ def test_a_wrong_value_says_what_is_meant(written: str, message: str | None, hin
 
 
 @pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("train_micro_batch_size_per_gpu: 0.4", None),
+        ("zero_optimization: {reduce_bucket_size: 0.4}", None),
+        ("fp16: {min_loss_scale: 0.5}", None),
+        ("fp16: {initial_scale_power: 32.6}", None),
+        ("fp16: {initial_scale_power: 31.6}", "write initial_scale_power: 32"),
+        ("gradient_accumulation_steps: 1.6", "write gradient_accumulation_steps: 2"),
+    ],
+)
+def test_a_fraction_is_rounded_only_to_what_may_be_written(written: str, hint: str | None) -> None:
+    found, found_hint = only(without(written) + written + "\n")
+    assert found.endswith("is not a whole number")
+    assert found_hint == hint
+
+
+@pytest.mark.parametrize(
     ("written", "message"),
     [
         ("train_micro_batch_size_per_gpus: 4", "did you mean train_micro_batch_size_per_gpu?"),

@@ -145,18 +145,19 @@ def _check_int(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
     if isinstance(value, str):
         number = to_number(value)
         whole = int(number) if number is not None and number == int(number) else None
-        _type_error(checker, path, key, value, whole)
+        _type_error(checker, path, key, value, _if_in_range(key, whole))
         return
     if isinstance(value, float) and value != int(value):
-        near = round(value)
+        near = _if_in_range(key, round(value))
+        fix = None if near is None else f"write {near}"
         checker.report(
             "fraction",
             "error",
             path,
             f"{value} has a fraction, but a whole number is expected",
-            f"write {near}",
-            fix=f"write {near}",
-            edits=(Edit("set", path, near),),
+            fix or _range_hint(key),
+            fix=fix,
+            edits=() if near is None else (Edit("set", path, near),),
         )
         return
     _check_range(checker, path, key, value)
@@ -164,24 +165,41 @@ def _check_int(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
 
 def _check_number(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        _type_error(checker, path, key, value, to_number(value) if isinstance(value, str) else None)
+        number = to_number(value) if isinstance(value, str) else None
+        _type_error(checker, path, key, value, _if_in_range(key, number))
         return
     _check_range(checker, path, key, value)
 
 
 def _check_range(checker: Checker, path: KeyPath, key: Key, value: int | float) -> None:
-    limits = [bound for bound in key.range if bound[0] in "<>"]
+    if (broken := _broken(key, value)) is None:
+        return
+    if broken[0] in "<>":
+        message = f"{value} is out of range: it must be {_words(broken)}"
+        checker.report("range", "error", path, message, _default_hint(key))
+    else:
+        checker.report("range", "error", path, f"{value} is not one of {broken}", "choose one of them")
+
+
+def _broken(key: Key, value: int | float) -> str | None:
+    """The bound that ``value`` breaks, or the choices that it is not among; None where it is in range."""
     choices = [bound for bound in key.range if bound[0] not in "<>"]
     if choices and str(value) not in choices:
-        checker.report(
-            "range", "error", path, f"{value} is not one of {', '.join(choices)}", "choose one of them"
-        )
-    for bound in limits:
+        return ", ".join(choices)
+    for bound in key.range:
         sign = bound[:2] if bound[:2] in _COMPARE else bound[0]
-        if not _COMPARE[sign](value, float(bound[len(sign) :])):
-            message = f"{value} is out of range: it must be {_words(bound)}"
-            checker.report("range", "error", path, message, _default_hint(key))
-            return
+        if sign in _COMPARE and not _COMPARE[sign](value, float(bound[len(sign) :])):
+            return bound
+    return None
+
+
+def _if_in_range(key: Key, value: int | float | None) -> int | float | None:
+    return value if value is not None and _broken(key, value) is None else None
+
+
+def _range_hint(key: Key) -> str:
+    bounds = [_words(bound) for bound in key.range if bound[0] in "<>"]
+    return f"it must be {' and '.join(bounds)}; {_default_hint(key)}" if bounds else _default_hint(key)
 
 
 def _default_hint(key: Key) -> str:

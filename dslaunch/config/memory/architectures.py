@@ -6,6 +6,7 @@ where the experts of a mixture are one tensor for all of them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,39 @@ def dimensions(config: Config) -> Dimensions:
         family=str(config.get("model_type", "")),
         experts_per_token=int(sizes["num_experts_per_tok"]) if num_experts(sizes) else 0,
     )
+
+
+def check_sizes(config: Config, source: str) -> None:
+    """Raise ConfigError for a size in ``config`` with which there is no model, by its key in ``source``."""
+    family = FAMILIES.get(str(config.get("model_type")), _UNKNOWN)
+    names = {ours: theirs for ours, theirs in (family.renamed or {}).items() if theirs in config}
+    for key, (least, most) in _LIMITS.items():
+        written = names.get(key, key)
+        if (value := config.get(written)) is None:
+            continue
+        if type(value) is not int or not least <= value <= most:
+            raise ConfigError(
+                f"{source}: {written} is {_shown(value)}, not a whole number from {least} to {most:,}",
+                hint="compare the file with that of the original model",
+            )
+    if not isinstance(config.get("mlp_only_layers") or [], list):
+        raise ConfigError(f"{source}: mlp_only_layers is {_shown(config['mlp_only_layers'])}, not a list")
+    sizes = _Sizes(config, family)
+    if "head_dim" in sizes or not {"hidden_size", "num_attention_heads"} <= sizes.keys():
+        return
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    if family is not _UNKNOWN and hidden % heads:
+        raise ConfigError(
+            f"{source}: {names.get('num_attention_heads', 'num_attention_heads')} {heads} does not divide"
+            f" {names.get('hidden_size', 'hidden_size')} {hidden}",
+            hint="compare the file with that of the original model; where its heads are of another size,"
+            " head_dim says so",
+        )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 class _Sizes(dict[str, Any]):
@@ -301,6 +335,21 @@ def _neox_whole(c: Config, family: Family) -> Tensors:
         yield from _linear("lm_head", c["vocab_size"], c["hidden_size"])
 
 
+_ANY = 2**31 - 1
+# What a size may be. Every layer is listed on its own: so many take a plan some seconds.
+_LIMITS = {
+    "num_hidden_layers": (1, 4096),
+    **dict.fromkeys(
+        ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size", "num_key_value_heads",
+         "head_dim", "moe_intermediate_size", "decoder_sparse_step", "n_positions"),
+        (1, _ANY),
+    ),
+    # 0 stands for a model without experts.
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "num_experts_per_tok", "shared_expert_intermediate_size"),
+        (0, _ANY),
+    ),
+}  # fmt: skip
 _UNTIED = {"tie_word_embeddings": False}
 _TIED = {"tie_word_embeddings": True}
 _GPT2_NAMES = {

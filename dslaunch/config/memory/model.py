@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dslaunch.config.memory.architectures import dimensions, parameters
+from dslaunch.config.memory.architectures import check_sizes, dimensions, parameters
 from dslaunch.config.memory.headers import read_gguf, read_safetensors
 from dslaunch.config.memory.tensors import Dimensions, ModelFacts, Tensor, natural_key, total
 from dslaunch.core.errors import ConfigError
@@ -95,7 +95,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     inner = config.get("text_config")
     if isinstance(inner, dict) and "hidden_size" not in config:
         # A model that also sees or hears: its decoder is described one level down.
-        return {"tie_word_embeddings": config.get("tie_word_embeddings", True), **inner}
+        config = {"tie_word_embeddings": config.get("tie_word_embeddings", True), **inner}
+    check_sizes(config, str(path))
     return config
 
 

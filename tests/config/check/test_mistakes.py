@@ -135,6 +135,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("fp16 at stage 0", {**fp16(), **zero(0)}, "fp16-stage-0", "warning", "fp16.enabled"),
     ("bf16 at stage 0", zero(0), "bf16-stage-0", "info", "bf16.enabled"),
     ("fp16 states", {**fp16(fp16_master_weights_and_grads=True), **zero(2, offload_optimizer=CPU)}, "risky", "warning", "fp16.fp16_master_weights_and_grads"),
+    ("a first scale that is no float", fp16(initial_scale_power=1024), "range", "error", "fp16.initial_scale_power"),
     ("hysteresis 0", fp16(hysteresis=0), "range", "error", "fp16.hysteresis"),
     ("total_num_steps 0", {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 0}}}, "range", "error",
      "scheduler.params.total_num_steps"),
@@ -240,6 +241,26 @@ def test_hints_name_what_was_meant() -> None:
     assert the("misplaced-key", {"overlap_comm": True}).hint == "overlap_comm belongs in zero_optimization"
     assert "15099494" in str(the("fraction", zero(3, stage3_prefetch_bucket_size=15099494.4, **SAVES)).fix)
     assert "4" in the("type", {"gradient_accumulation_steps": "4"}).message
+
+
+@pytest.mark.parametrize(
+    ("code", "config", "hint"),
+    [
+        (
+            "fraction",
+            fp16(min_loss_scale=0.5),
+            "it must be greater than 0 and at most 1e308; the default is 1",
+        ),
+        ("fraction", zero(2, reduce_bucket_size=0.4), "it must be greater than 0; the default is 500000000"),
+        ("fraction", {"zero_optimization": {"stage": 3.6}}, None),
+        ("type", fp16(min_loss_scale="0"), None),
+        ("type", {"gradient_clipping": "-1"}, None),
+    ],
+)
+def test_no_number_out_of_range_is_proposed(code: str, config: dict[str, Any], hint: str | None) -> None:
+    finding = the(code, config)
+    assert (finding.fix, finding.edits) == (None, ())
+    assert hint is None or finding.hint == hint
 
 
 def test_numbers_as_people_write_them() -> None:

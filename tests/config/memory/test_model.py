@@ -203,6 +203,50 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         load_model_facts(tmp_path)
 
 
+LLAMA = {"model_type": "llama", **SIZES}
+GPT2 = {"model_type": "gpt2", **CONFIGS["gpt2"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [
+        (LLAMA, "num_attention_heads", 0),
+        (LLAMA, "num_attention_heads", 7),
+        (LLAMA, "hidden_size", -4),
+        (LLAMA, "hidden_size", 1e30),
+        (LLAMA, "hidden_size", 10**400),
+        (LLAMA, "hidden_size", float("inf")),
+        (LLAMA, "vocab_size", 10.5),
+        (LLAMA, "vocab_size", 0),
+        (LLAMA, "num_hidden_layers", 10**9),
+        (LLAMA, "num_hidden_layers", 0),
+        (LLAMA, "num_hidden_layers", True),
+        (LLAMA, "intermediate_size", [96, 96]),
+        (LLAMA, "num_key_value_heads", "2"),
+        (GPT2, "n_layer", 10**9),
+        (GPT2, "n_head", 7),
+        ({"model_type": "qwen2_moe", **CONFIGS["qwen2_moe"]}, "decoder_sparse_step", 0),
+        ({"model_type": "qwen2_moe", **CONFIGS["qwen2_moe"]}, "mlp_only_layers", 3),
+    ],
+)
+def test_a_size_that_makes_no_model_is_named(
+    tmp_path: Path, config: dict[str, Any], key: str, value: Any
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert load_model_facts(path).dims.layers == 2
+    path.write_text(json.dumps({**config, key: value}))
+    with pytest.raises(ConfigError) as caught:
+        load_model_facts(path)
+    assert str(caught.value).startswith(f"{path}: {key} ")
+
+
+def test_heads_need_not_divide_the_model_where_their_size_is_written(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_attention_heads": 6, "head_dim": 8}))
+    dims = load_model_facts(tmp_path / "config.json").dims
+    assert (dims.heads, dims.head_dim) == (6, 8)
+
+
 def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
     folder = tmp_path / "hub/models--org--name"
     (folder / "refs").mkdir(parents=True)
