@@ -54,6 +54,7 @@ class Case:
     tied: bool = False
     sub_group_size: int = 1_000_000_000
     bucket: int = 20_000
+    hpz: int = 1
     engine: str = "deepspeed"
     optimizer: str = "AdamW"
     task: str = "sft"  # "dpo" has a frozen reference beside it, "ppo" a reward model and a critic as well
@@ -68,6 +69,7 @@ class Case:
         parts += [self.task] if self.task != "sft" else []
         parts += [f"bucket{self.bucket}"] if self.bucket != BUCKET else []
         parts += [f"group{self.sub_group_size}"] if self.sub_group_size < 1_000_000_000 else []
+        parts += [f"hpz{self.hpz}"] if self.hpz > 1 else []
         return " ".join(filter(None, parts))
 
 
@@ -91,6 +93,8 @@ def cases(everything: bool) -> Iterator[Case]:
     yield Case(2, precision="fp32")
     yield Case(2, offload="optimizer")
     yield Case(3, offload="optimizer+param", sub_group_size=20_000)
+    for method in ("full", "lora"):
+        yield Case(3, method, hpz=2)
     for stage in (2, 3):
         yield Case(stage, task="dpo")
         yield Case(stage, task="ppo")
@@ -160,6 +164,8 @@ def ds_config(case: Case) -> dict[str, Any]:
             "stage3_prefetch_bucket_size": BUCKET,
             "sub_group_size": case.sub_group_size,
         }
+    if case.hpz > 1:
+        zero["zero_hpz_partition_size"] = case.hpz
     for part in filter(None, case.offload.split("+")):
         zero[f"offload_{part}"] = {"device": "cpu", "pin_memory": False}
         if part in case.nvme.split("+"):
@@ -476,6 +482,7 @@ def setup_of(case: Case, world_size: int) -> Any:
         zero=ZeroOptions(
             reduce_bucket_size=case.bucket,
             sub_group_size=case.sub_group_size,
+            hpz_partition_size=case.hpz,
             stage3_param_persistence_threshold=THRESHOLD,
             offload_optimizer=where("optimizer"),
             offload_param=where("param"),
@@ -513,6 +520,7 @@ def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
     from dslaunch.config.memory.items import CONVERT, UPDATE, rest_size, size_at
     from dslaunch.config.memory.offload import rank_items
     from dslaunch.config.memory.roles import with_other_models
+    from dslaunch.config.memory.states import SECOND_COPY
 
     setup = setup_of(case, world_size)
     items, host = with_other_models(setup, *rank_items(setup, rank))
@@ -523,7 +531,7 @@ def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
         # On a CPU both sides of an offload are one memory: only their sum can be told.
         both = [*items, *host]
         return {"rest": rest, "step peak": max(size_at(both, CONVERT), size_at(both, UPDATE))}
-    waiting = [i for i in items if i.name == "gradients" and "always" not in i.when]
+    waiting = [i for i in items if i.name in ("gradients", SECOND_COPY) and "always" not in i.when]
     update = [i for i in items if i.name != "optimizer's temporaries"]
     return {
         "rest": rest,

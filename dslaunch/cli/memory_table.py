@@ -70,6 +70,8 @@ def _device_verdict(plan: MemoryPlan) -> str:
     if plan.capacity_bytes is None:
         return f"needs {total} on each device; its size is not known"
     capacity = gib(plan.capacity_bytes).strip()
+    if plan.device_fits is None:
+        return f"needs {total} of {capacity} on each device, without what {', '.join(plan.uncounted)} changes"
     if plan.device_fits:
         return f"fits: {total} of {capacity} on each device"
     return f"does not fit: {total} of {capacity} on each device; at {plan.phase}, {plan.binds} is the largest"

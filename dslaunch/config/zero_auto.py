@@ -219,9 +219,11 @@ def _setup(
 
 
 def _plan(setup: Setup, capacity: float | None, host: float | None) -> MemoryPlan:
+    """By what is counted alone; _reason says what is not."""
     from dslaunch.config.memory.planner import plan_memory
 
-    return plan_memory(setup, capacity, host_gib=host)
+    counted = dataclasses.replace(setup.zero, uncounted=())
+    return plan_memory(dataclasses.replace(setup, zero=counted), capacity, host_gib=host)
 
 
 def _host_gib(spec: EngineSpec, hosts: ResolvedHosts, facts: Facts) -> float | None:
@@ -242,7 +244,9 @@ def _with_choice(
 
 
 def _reason(tried: list[_Tried[S]]) -> str:
-    said = f"{tried[-1]} fits: {_need(tried[-1].plan)}"
+    setup, said = tried[-1].setup, f"{tried[-1]} fits: {_need(tried[-1].plan)}"
+    if setup.zero_stage == 3 and setup.zero.uncounted:
+        said += f" without what {', '.join(setup.zero.uncounted)} changes, which is not counted"
     return said if len(tried) == 1 else f"{said}; {tried[-2]} would take {_excess(tried[-2].plan)}"
 
 

@@ -45,6 +45,7 @@ ATTENTION: dict[PlannedAttention, Attention] = {
 }
 
 
+_QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _NVME_SIZES = {"buffer_size": "param_buffer_size", "max_in_cpu": "max_in_cpu"}
 
 
@@ -251,6 +252,11 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
             given["pin_memory"] = bool(offload.get("pin_memory", True)) or given.get("pin_memory", False)
         if (count := offload.get("buffer_count")) is not None:
             given[f"{part}_buffer_count"] = int(count)
+    if (ratio := (block.get("offload_optimizer") or {}).get("ratio")) is not None:
+        given["optimizer_ratio"] = float(ratio)
+    given["uncounted"] = tuple(key for key in _QUANTISED if block.get(key))
+    if (ranks := block.get("zero_hpz_partition_size")) is not None:
+        given["hpz_partition_size"] = int(ranks)
     param = block.get("offload_param") or {}
     given |= {ours: int(param[key]) for key, ours in _NVME_SIZES.items() if param.get(key) is not None}
     return ZeroOptions(overlap_comm=bool(block.get("overlap_comm")), **given)

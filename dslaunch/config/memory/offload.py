@@ -5,6 +5,8 @@ Fitted to DeepSpeed 0.19.8 like ``states``; on a CPU only the sum of the two sid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dslaunch.config.memory.items import CONVERT, UPDATE, Item
 from dslaunch.config.memory.nvme import states_on_nvme, weights_on_nvme
 from dslaunch.config.memory.setup import Setup, flat_size, touching
@@ -13,11 +15,15 @@ from dslaunch.config.memory.states import (
     frozen_bytes,
     gradient_phases,
     largest_sub_group,
+    secondary_copies,
     stage_3_buffers,
     stage_3_share,
     state_items,
+    sub_groups,
     update_bytes,
 )
+
+_FOREACH = 4  # bytes of each element in passing: torch's AdamW on a GPU
 
 
 def rank_items(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
@@ -79,14 +85,19 @@ def _stage_3(setup: Setup) -> tuple[list[Item], list[Item]]:
         Item("optimizer states", setup.optimizer.states(own)),
         Item("gradients", setup.accum_bytes * own),
     ]
-    weights = [Item("weights", e * own), Item("frozen weights", frozen_bytes(setup))]
+    weights = [
+        Item("weights", e * own),
+        Item("frozen weights", frozen_bytes(setup)),
+        *secondary_copies(setup),
+    ]
     device = stage_3_buffers(setup)
     host: list[Item] = []
     if setup.zero.offload_optimizer == "nvme":
         host += states_on_nvme(setup, states)
     elif setup.zero.offload_optimizer:
-        temporaries = Item("optimizer's temporaries", setup.optimizer.temporary * group, (UPDATE,))
-        host += [*states, Item("fp32 gradients", 4 * own), temporaries]
+        here, there = _divided_by_ratio(setup)
+        device += here
+        host += there
     else:
         device += [
             *states,
@@ -100,3 +111,27 @@ def _stage_3(setup: Setup) -> tuple[list[Item], list[Item]]:
     else:
         device += weights
     return device, host
+
+
+def _divided_by_ratio(setup: Setup) -> tuple[list[Item], list[Item]]:
+    """(device items, host items) of the states: with a ratio below 1 the first sub-groups stay on the device.
+
+    torch's AdamW updates those; their 16-bit gradients are in the host all the same (stage3.py,
+    subgroup_to_device). On a CPU both are one memory and one optimizer.
+    """
+    sizes = [sum(group) for group in sub_groups(setup)]
+    ratio = setup.zero.optimizer_ratio if setup.device_type != "cpu" else 1.0
+    kept = int((1 - ratio) * len(sizes))
+    device = _updated(setup, sizes[:kept], _FOREACH) if kept else []
+    host = _updated(setup, sizes[kept:], setup.optimizer.temporary)
+    return device, [*host, Item("gradients", setup.accum_bytes * sum(sizes))]
+
+
+def _updated(setup: Setup, sizes: Sequence[int], temporary: int) -> list[Item]:
+    own = sum(sizes)
+    return [
+        Item("fp32 master weights", 4 * own),
+        Item("optimizer states", setup.optimizer.states(own)),
+        Item("fp32 gradients", 4 * own),
+        Item("optimizer's temporaries", temporary * max(sizes, default=0), (UPDATE,)),
+    ]

@@ -37,6 +37,7 @@ class MemoryPlan:
     capacity_bytes: int | None
     host_capacity_bytes: int | None = None
     on_cpu: bool = False
+    uncounted: tuple[str, ...] = ()  # keys that take memory which is not in here: what seems to fit may not
 
     @property
     def rest_bytes(self) -> int:
@@ -57,7 +58,9 @@ class MemoryPlan:
 
     @property
     def device_fits(self) -> bool | None:
-        return None if self.capacity_bytes is None else self.total_bytes <= self.capacity_bytes
+        if self.capacity_bytes is None or (self.uncounted and self.total_bytes <= self.capacity_bytes):
+            return None
+        return self.total_bytes <= self.capacity_bytes
 
     @property
     def host_fits(self) -> bool | None:
@@ -153,6 +156,7 @@ def plan_memory(
         capacity_bytes=None if capacity_gib is None else int(capacity_gib * GIB),
         host_capacity_bytes=None if host_gib is None else int(host_gib * GIB),
         on_cpu=setup.device_type == "cpu",
+        uncounted=setup.zero.uncounted if setup.zero_stage == 3 else (),
     )
 
 

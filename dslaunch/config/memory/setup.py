@@ -29,11 +29,14 @@ class ZeroOptions:
     stage3_max_reuse_distance: int = 1_000_000_000
     offload_optimizer: Offload | None = None
     offload_param: Offload | None = None
+    optimizer_ratio: float = 1.0  # stage 3: the part of the sub-groups whose states are offloaded
     pin_memory: bool = False  # of what is offloaded
     optimizer_buffer_count: int = 4  # nvme: buffers in the host for the states of a sub-group
+    hpz_partition_size: int = 1  # stage 3: above 1, a second copy of the weights in each group of so many
     param_buffer_count: int = 5
     param_buffer_size: int = 100_000_000
     max_in_cpu: int = 1_000_000_000  # nvme: parameters that stay in the host all the same
+    uncounted: tuple[str, ...] = ()  # stage 3: keys whose memory is not known here
     written: frozenset[str] = frozenset()  # the keys of the block that the user wrote
 
 

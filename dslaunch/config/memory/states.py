@@ -24,6 +24,7 @@ from dslaunch.config.memory.setup import Frozen, Setup, flat_size, shard, touchi
 REBUILD = "second forward: start"  # DDP knows the order of the gradients only after the first step
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe")
 GATHERED = "gathered weights (stage3_max_reuse_distance)"
+SECOND_COPY = "second copy of the weights (hpZ)"
 _STAGE_0_FLAT = 500_000_000  # engine.allreduce_bucket: a constant, whatever reduce_bucket_size says
 
 
@@ -169,6 +170,7 @@ def _stage_3(setup: Setup) -> list[Item]:
     return [
         Item("frozen weights", frozen_bytes(setup)),
         Item("weights", setup.bytes_each * own),
+        *secondary_copies(setup),
         Item("fp32 master weights", 4 * own),
         Item("optimizer states", setup.optimizer.states(own)),
         Item("gradients", setup.accum_bytes * own),
@@ -191,6 +193,32 @@ def update_bytes(setup: Setup, passing: int) -> int:
 def stage_3_share(setup: Setup) -> int:
     """Trained elements of one rank at stage 3: each tensor is divided by itself and rounded up."""
     return sum(shard(tensor.numel, setup.world_size) for tensor in setup.trainable)
+
+
+def secondary_copies(setup: Setup) -> list[Item]:
+    """hpZ: every group of ranks has all weights once more, divided among them (_partition_param_sec).
+
+    The step's end drops that of what it has changed, and the next forward pass makes it anew. Of small
+    tensors it is there only while the step has let go of the whole ones.
+    """
+    ranks = min(setup.zero.hpz_partition_size, setup.world_size)
+    if ranks <= 1:
+        return []
+    e, limit = setup.bytes_each, setup.zero.stage3_param_persistence_threshold
+    copies = [
+        (t.numel, shard(t.numel, setup.world_size) * setup.world_size // ranks) for t in setup.trainable
+    ]
+    frozen = sum(
+        part.element_bytes * (shard(part.elements, setup.world_size) * setup.world_size // ranks)
+        for part in setup.frozen
+    )
+    large = e * sum(copy for numel, copy in copies if numel > limit)
+    small = e * sum(copy for numel, copy in copies if numel <= limit)
+    return [
+        Item("second copy of frozen weights (hpZ)", frozen),
+        Item(SECOND_COPY, large, (*PASSES, CONVERT, UPDATE)),
+        Item("second copy of small weights (hpZ)", small, (CONVERT, UPDATE)),
+    ]
 
 
 def stage_3_buffers(setup: Setup) -> list[Item]:

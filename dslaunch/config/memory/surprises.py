@@ -33,6 +33,7 @@ class Surprise:
 def surprises(setup: Setup, plan: MemoryPlan) -> list[Surprise]:
     """Those of ``plan``, which is that of ``setup``; the most useful first."""
     found = [
+        _uncounted(plan),
         _bucket(setup, plan),
         _kept_gathered(plan),
         _step(setup, plan),
@@ -40,6 +41,13 @@ def surprises(setup: Setup, plan: MemoryPlan) -> list[Surprise]:
         _resume(plan),
     ]
     return [surprise for surprise in found if surprise]
+
+
+def _uncounted(plan: MemoryPlan) -> Surprise | None:
+    if not plan.uncounted:
+        return None
+    keys = ", ".join(f"zero_optimization.{key}" for key in plan.uncounted)
+    return Surprise(f"what {keys} changes is not counted here, so whether it fits is not known")
 
 
 def _bucket(setup: Setup, plan: MemoryPlan) -> Surprise | None:

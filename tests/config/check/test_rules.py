@@ -305,3 +305,31 @@ class TestFiles:
     def test_the_example_of_the_repository(self) -> None:
         path = Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml"
         assert check_file(str(path), path.read_bytes(), Target()).findings == ()
+
+
+class TestStage3:
+    @pytest.mark.parametrize(
+        ("optimizer", "needed"),
+        [
+            ({"type": "AdamW"}, 4),
+            ({"type": "Lion"}, 3),
+            ({"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}, 3),
+            ({"type": "SGD", "params": {"lr": 1}}, 2),
+        ],
+    )
+    def test_buffers_on_nvme_hold_all_that_a_step_needs(self, optimizer: dict[str, Any], needed: int) -> None:
+        def config(count: int) -> dict[str, Any]:
+            offload = {"device": "nvme", "nvme_path": "/n", "buffer_count": count}
+            untested = {"zero_allow_untested_optimizer": True}
+            return {**zero(3, offload_optimizer=offload), **untested, "optimizer": optimizer}
+
+        finding = the("needs", config(needed - 1))
+        assert (finding.severity, finding.fix) == ("error", f"write {needed}")
+        assert "needs" not in [f.code for f in found(config(needed))]
+
+    def test_hpz_divides_the_ranks(self) -> None:
+        finding = the("world-size", zero(3, zero_hpz_partition_size=3), world_size=8)
+        assert (finding.severity, finding.key) == ("error", "zero_optimization.zero_hpz_partition_size")
+        for size, world in ((4, 8), (16, 8), (3, None), (1, 7)):
+            findings = found(zero(3, zero_hpz_partition_size=size), world_size=world)
+            assert "world-size" not in [f.code for f in findings]

@@ -11,6 +11,7 @@ from dslaunch.config.memory.activations import layer_bytes
 from dslaunch.config.memory.adapter import adapter_tensors, nf4_bytes
 from dslaunch.config.memory.alternatives import nearest_that_fits, rank_alternatives
 from dslaunch.config.memory.items import CONVERT, UPDATE, size_at
+from dslaunch.config.memory.of_run import zero_options
 from dslaunch.config.memory.offload import rank_items
 from dslaunch.config.memory.planner import MemoryPlan, plan_memory
 from dslaunch.config.memory.setup import (
@@ -20,6 +21,8 @@ from dslaunch.config.memory.setup import (
     touching,
     worst_rank,
 )
+from dslaunch.config.memory.states import sub_groups
+from dslaunch.config.memory.surprises import surprises
 from dslaunch.config.memory.tensors import Tensor
 from dslaunch.core.errors import ConfigError
 from tests.config.memory.models import LLAMA_3_8B, facts, setup
@@ -152,3 +155,37 @@ def test_a_smaller_micro_batch_keeps_the_global_batch() -> None:
     assert smaller
     assert {s.accumulation for s in smaller} == {8}
     assert all(s.grad_accum_fp32 for s in smaller)
+
+
+def test_a_ratio_keeps_the_first_sub_groups_on_the_device() -> None:
+    def states(ratio: float, **changes: Any) -> tuple[int, int]:
+        zero = ZeroOptions(offload_optimizer="cpu", optimizer_ratio=ratio, sub_group_size=10**8)
+        device, host = rank_items(setup(zero_stage=3, zero=zero, **changes), 0)
+        return tuple(
+            sum(item.size for item in side if item.name in ("fp32 master weights", "optimizer states"))
+            for side in (device, host)
+        )  # type: ignore[return-value]
+
+    groups = [sum(group) for group in sub_groups(setup(zero_stage=3, zero=ZeroOptions(sub_group_size=10**8)))]
+    assert len(groups) > 3
+    kept = sum(groups[: int(0.3 * len(groups))])
+    assert states(1.0) == (0, 12 * sum(groups))
+    assert states(0.7) == (12 * kept, 12 * (sum(groups) - kept))
+    assert states(0.0) == (12 * sum(groups), 0)
+
+
+def test_hpz_has_the_weights_once_more_in_each_group() -> None:
+    zero = ZeroOptions(hpz_partition_size=4)
+    plan = plan_memory(setup(zero_stage=3, zero=zero), 80)
+    assert size(plan, "second copy of the weights (hpZ)") == pytest.approx(2 * FACTS.numel / 4, rel=1e-3)
+    assert plan.peak_bytes > plan_memory(setup(zero_stage=3), 80).peak_bytes
+    assert size(plan_memory(setup(zero_stage=2, zero=zero), 80), "second copy of the weights (hpZ)") == 0
+
+
+def test_keys_that_are_not_counted_leave_open_whether_it_fits() -> None:
+    zero = zero_options({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}})
+    quantised = setup(zero_stage=3, zero=zero)
+    plan = plan_memory(quantised, 1000)
+    assert plan_memory(setup(zero_stage=3), 1000).fits is True
+    assert plan.fits is None and plan_memory(quantised, 1).fits is False
+    assert "zero_quantized_weights" in surprises(quantised, plan)[0].text
