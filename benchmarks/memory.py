@@ -561,6 +561,7 @@ def measure_advice(world_size: int) -> Iterator[tuple[str, dict[str, dict[str, i
 def worker(out: Path, everything: bool, only: str, nvme: bool) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import groups
 
     get_accelerator().is_fp16_supported = lambda: True  # emulated: only sizes matter here
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
@@ -570,6 +571,7 @@ def worker(out: Path, everything: bool, only: str, nvme: bool) -> None:
         if only and only not in case.name:
             continue
         results[case.name] = {"measured": measure(case), "planned": planned(case, world_size, rank)}
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # hpZ's: the next engine would take it for its own
         gc.collect()
         (out / f"rank-{rank}.json").write_text(json.dumps(results))
     if not nvme and (not only or only == "advice"):
