@@ -29,6 +29,7 @@ _COUNTS = {
 }  # fmt: skip
 _TEXTS = {"warmup_type", "ns_method"}
 _PAIRS = {"betas", "etas", "step_sizes"}
+_NEVER_NULL = {"betas", "eps", "weight_decay", "momentum", "dampening"}  # a schedule sets lr
 
 
 def check_optimizer(checker: Checker) -> None:
@@ -103,6 +104,11 @@ def _check_params(checker: Checker, section: str, name: str, known: frozenset[st
                 fix=f"rename to {near[0]}" if renamed else None,
                 edits=(Edit("rename", path, (section, "params", near[0])),) if renamed else (),
             )
+        elif value is None and section == "optimizer" and key in _NEVER_NULL and name.lower() != "adafactor":
+            wanted = "a list of two" if key in _PAIRS else "a number"
+            message = f"is null, but {wanted} is expected"
+            edits = (Edit("delete", path),)
+            checker.report("type", "error", path, message, "leave it out", fix="remove it", edits=edits)
         else:
             _check_param(checker, section, key, value)
 

@@ -145,6 +145,16 @@ class TestBatch:
         assert the("world-size", config, world_size=7).severity == "error"
 
 
+@pytest.mark.parametrize("key", ["betas", "eps", "weight_decay"])
+def test_a_null_that_the_optimizer_cannot_compare(key: str) -> None:
+    block = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, key: None}}}
+    (finding,) = [f for f in check_config(json.dumps(GOOD | block)).findings if f.severity == "error"]
+    assert (finding.code, finding.key) == ("type", f"optimizer.params.{key}")
+    repaired = repair_config(json.dumps(GOOD | block), Target())
+    assert repaired is not None
+    assert json.loads(repaired.text)["optimizer"]["params"] == {"lr": 1e-4}
+
+
 class TestRepair:
     @pytest.mark.parametrize(
         "config", [r[1] for r in MISTAKES if r[3] == "error"], ids=[r[0] for r in MISTAKES if r[3] == "error"]
