@@ -29,6 +29,7 @@ def check_zero(checker: Checker) -> None:
     for name in ("offload_optimizer", "offload_param"):
         _check_offload(checker, name)
     _check_swap_buffers(checker)
+    _check_ratio(checker)
     _check_secondary(checker)
     _check_requirements(checker)
     _check_saving(checker)
@@ -154,6 +155,24 @@ def _check_swap_buffers(checker: Checker) -> None:
             f"set it to {states + 2} or more",
             fix=f"write {states + 2}",
             edits=(Edit("set", path, states + 2),),
+        )
+
+
+def _check_ratio(checker: Checker) -> None:
+    """stage3.py: "Hybrid Optimizer Only Supports DeepSpeedCPUAdam"."""
+    path = (PARENT, "offload_optimizer", "ratio")
+    ratio, kind = checker.number(*path), str(checker.get("optimizer", "type") or "").lower()
+    if checker.stage != 3 or checker.offload("offload_optimizer") == "none" or ratio in (None, 1) or not kind:
+        return
+    if kind not in ("adam", "adamw") or checker.get("optimizer", "params", "torch_adam") is True:
+        checker.report(
+            "needs",
+            "error",
+            path,
+            "a part on the GPU goes with DeepSpeed's own CPU Adam alone: DeepSpeed stops at start",
+            "leave it out, or use AdamW without torch_adam",
+            fix="remove it",
+            edits=(Edit("delete", path),),
         )
 
 

@@ -337,6 +337,17 @@ class TestStage3:
         assert (finding.severity, finding.fix) == ("error", f"write {needed}")
         assert "needs" not in [f.code for f in found(config(needed))]
 
+    @pytest.mark.parametrize(
+        ("kind", "params", "wrong"),
+        [("AdamW", {}, False), ("SGD", {}, True), ("AdamW", {"torch_adam": True}, True)],
+    )
+    def test_a_part_of_the_optimizer_on_the_gpu(self, kind: str, params: dict[str, Any], wrong: bool) -> None:
+        config = zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5})
+        config["optimizer"] = {"type": kind, "params": {"lr": 1e-4, **params}}
+        config["zero_allow_untested_optimizer"] = True
+        keys = [f.key for f in found(config) if f.code == "needs" and f.severity == "error"]
+        assert ("zero_optimization.offload_optimizer.ratio" in keys) == wrong
+
     def test_hpz_divides_the_ranks(self) -> None:
         finding = the("world-size", zero(3, zero_hpz_partition_size=3), world_size=8)
         assert (finding.severity, finding.key) == ("error", "zero_optimization.zero_hpz_partition_size")
