@@ -91,7 +91,7 @@ def check_additions(
     places = _Places(additions, report)
     overrides = report.loaded.spec.deepspeed
     for extra in (overrides, additions.config if additions.rendered else {}):
-        rules = _Rules(additions, with_run_file=isinstance(report.loaded.spec, RunSpec))
+        rules = _Rules(additions, report)
         for path, message, hint in rules.find(extra):
             places.fail(path, f"{key_text(path)}: {message}", hint)
     known = {(finding.code, finding.message) for finding in of_plan}
@@ -133,12 +133,13 @@ class _Places:
 class _Rules:
     """What says something else than the run file, or the flags in its place. What says the same is let be."""
 
-    def __init__(self, additions: Additions, *, with_run_file: bool) -> None:
+    def __init__(self, additions: Additions, report: Report) -> None:
         self.precision = additions.precision
         self.planned = additions.values
         self.stage: int = additions.values[("zero_optimization", "stage")]
-        self.with_run_file = with_run_file
-        self.source = "the run file" if with_run_file else "the flags"
+        self.written_at = report.loaded.positions
+        self.with_run_file = isinstance(report.loaded.spec, RunSpec)
+        self.source = "the run file" if self.with_run_file else "the flags"
         self.found: dict[Path, tuple[str, str]] = {}
 
     def find(self, extra: Mapping[str, Any]) -> list[tuple[Path, str, str]]:
@@ -164,7 +165,9 @@ class _Rules:
             self.data_type(path, value)
         elif path not in _FREE and not (path in self.planned and _same(self.planned[path], value)):
             if (owner := self.owner(path)) is not None:
-                planned = f"{self.planned[path]!r} of {self.source}" if path in self.planned else self.source
+                place = self.written_at.get(owner)
+                source = f"{owner} ({place})" if place else self.source
+                planned = f"{self.planned[path]!r} of {source}" if path in self.planned else source
                 self.fail(path, f"{value!r} contradicts {planned}", self.set_it(owner))
             elif section := next((part for part in _DECIDED if path[: len(part)] == part), None):
                 self.decided(path, section)
