@@ -91,7 +91,7 @@ def test_a_long_course_fits_the_line(capsys: Capture) -> None:
     "setting",
     [
         "fp16.hysteresis=0", "fp16.hysteresis=two", "fp16.nothing=1", "hysteresis", "fp16.min_loss_scale=-1",
-        "fp16.initial_scale_power=1024", "fp16.loss_scale=NaN", "fp16.loss_scale=1e400",
+        "fp16.initial_scale_power=64", "fp16.loss_scale=NaN", "fp16.loss_scale=1e400",
         f"fp16.loss_scale=1{'0' * 400}", f"fp16.min_loss_scale=1{'0' * 400}",
     ],
 )  # fmt: skip
@@ -102,13 +102,13 @@ def test_settings_are_checked_as_a_config_is(setting: str, capsys: Capture) -> N
 
 def test_a_scale_past_the_largest_float(capsys: Capture) -> None:
     argv = ["explain", "loss-scale", "--set", "fp16.loss_scale_window=1", "--set", "fp16.min_loss_scale=1"]
-    argv += ["--set", "fp16.initial_scale_power=1023", "--steps", "4"]
+    argv += ["--set", "fp16.initial_scale_power=63", "--steps", "964"]
     assert main(argv) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith("#")]
-    assert [row.split() for row in rows] == [["inf", "|", "##"], ["2^1023", "|##"]]
+    assert rows[0].split()[0] == "inf"
     assert main([*argv, "--json"]) == 0
     steps = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["steps"]
-    assert [step["scale"] for step in steps] == [2.0**1023, 2.0**1023, None, None]
+    assert [step["scale"] for step in steps[-4:]] == [2.0**1022, 2.0**1023, None, None]
 
 
 def test_an_empty_key(capsys: Capture) -> None:

@@ -114,7 +114,7 @@ def test_what_every_json_has(name: str) -> None:
             "set zero_optimization.stage",
         ),
         ("deepspeed: {zero_optimization: 3}", "zero_optimization: 3 contradicts", "set zero_optimization in"),
-        ("deepspeed: {optimizer: {params: {lr: 3}}}", "lr: 3 contradicts 2e-05 of the run file", "set optimizer.lr in"),
+        ("deepspeed: {optimizer: {params: {lr: 3}}}", "lr: 3 contradicts 2e-05 of the run", "set optimizer"),
         ("deepspeed: {optimizer: {type: Lamb}}", "contradicts 'AdamW'", "set optimizer.type in"),
         ("deepspeed: {scheduler: {type: WarmupLR}}", "dslaunch has its own key for it", "set scheduler in"),
         ("deepspeed: {bfloat16: {enabled: true}}", "dslaunch has its own key for it", "precision: bf16"),

@@ -135,7 +135,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("fp16 at stage 0", {**fp16(), **zero(0)}, "fp16-stage-0", "warning", "fp16.enabled"),
     ("bf16 at stage 0", zero(0), "bf16-stage-0", "info", "bf16.enabled"),
     ("fp16 states", {**fp16(fp16_master_weights_and_grads=True), **zero(2, offload_optimizer=CPU)}, "risky", "warning", "fp16.fp16_master_weights_and_grads"),
-    ("a first scale that is no float", fp16(initial_scale_power=1024), "range", "error", "fp16.initial_scale_power"),
+    ("a first scale that torch cannot take", fp16(initial_scale_power=64), "range", "error", "fp16.initial_scale_power"),
     ("hysteresis 0", fp16(hysteresis=0), "range", "error", "fp16.hysteresis"),
     ("total_num_steps 0", {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 0}}}, "range", "error",
      "scheduler.params.total_num_steps"),

@@ -70,6 +70,25 @@ def at_minimum_scale(stage: int) -> dict[str, Any]:
     return {"scales": scales}
 
 
+class NoGradient(OneWeight):
+    """A loss of 0 whose gradient is 0 in fp32, whatever finite number it is multiplied by."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.w.float() * 0).sum()
+
+
+def growth_without_end(stage: int) -> dict[str, Any]:
+    """Window 1 from 2^63 on, and no gradient that could overflow: float32 ends at 2^128."""
+    settings = config(stage, "fp16", fp16={"initial_scale_power": 63, "loss_scale_window": 1})
+    with engine_for(NoGradient(start=1.0), settings) as engine:
+        results = [step_once(engine, 0.0) for _ in range(72)]
+        return {
+            "used": [result.loss_scale for result in results],
+            "skipped": sum(result.skipped for result in results),
+            "weight": master(engine.module.w),
+        }
+
+
 def bare_course(stage: int) -> dict[str, Any]:
     """The same without our cures, no overflow, window 2: what upstream does at a growth."""
     settings = config(stage, "fp16", fp16={"initial_scale_power": 8, "loss_scale_window": 2})
@@ -104,6 +123,8 @@ def all_cases() -> dict[str, Case]:
         cases[f"course-static/{stage}"] = lambda s=stage: course(s, loss_scale=256)
         cases[f"growth-clip/{stage}"] = lambda s=stage: growth_under_clipping(s)
         cases[f"minimum/{stage}"] = lambda s=stage: at_minimum_scale(s)
+    for stage in (1, 3):
+        cases[f"without-end/{stage}"] = lambda s=stage: growth_without_end(s)
     for stage in (1, 2, 3):
         offload = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
         cases[f"course-offload/{stage}"] = lambda s=stage, z=offload: course(

@@ -113,6 +113,16 @@ def test_overflow_at_the_minimum_scale_is_an_error_of_ours(two_ranks: CaseResult
         assert "minimum loss scale 1" in result["error"]
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_scale_that_only_grows_stays_finite(two_ranks: CaseResults, stage: int) -> None:
+    """2^128 is inf in float32, and 0 x inf is nan: that step is skipped, and the scale goes back."""
+    result = two_ranks[f"without-end/{stage}"]
+    assert max(result["used"]) == 2.0**128
+    assert result["used"][-1] <= 2.0**128
+    assert result["skipped"] > 0
+    assert result["weight"] == [1.0]
+
+
 # F1, F3, F4: 16 bit at stage 0
 
 
