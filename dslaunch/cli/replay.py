@@ -32,7 +32,7 @@ _REPORT = "report.json"
 @click.option(
     "--detect-anomaly",
     is_flag=True,
-    help="Ask autograd's anomaly mode too: the operation and the line of code (not at ZeRO stage 3).",
+    help="Ask autograd's anomaly mode too: the operation and its line of code.",
 )
 @options.json_option
 def command(run_dir: Path, step: int | None, detect_anomaly: bool, as_json: bool) -> int:

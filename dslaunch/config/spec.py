@@ -195,7 +195,7 @@ class WatchSpec(Section):
         " parameter, rank and samples that went inf or nan.",
     )
     detect_anomaly: bool = Field(
-        False, description="With on_nonfinite trace: ask autograd's anomaly mode too (not at ZeRO stage 3)."
+        False, description="With on_nonfinite trace: ask autograd's anomaly mode too: operation and line."
     )
 
 

@@ -66,7 +66,11 @@ def _brief(finding: Json) -> str:
     where = f"rank {finding['rank']}, micro-batch {finding['micro_batch']}"
     text = f"{where}: first in the {finding['phase']}, in {_module(finding)}: {finding['what']}"
     parameter = finding["parameter"]
-    return text if parameter is None or parameter in text else f"{text} (parameter {parameter})"
+    if parameter is None or parameter in text:
+        return text
+    absmax = finding.get("parameter_absmax")
+    reach = f", absmax {absmax:.4g}" if absmax is not None else ""
+    return f"{text} (parameter {parameter}{reach})"
 
 
 def _finding(finding: Json) -> list[str]:
@@ -77,12 +81,21 @@ def _finding(finding: Json) -> list[str]:
     if finding["position"] is not None:
         lines.append(f"  first at row {finding['position']['row']}, token {finding['position']['token']}")
     lines.append(f"  cause    {_cause(finding)}")
+    lines += _reached(finding)
     if finding.get("anomaly"):
         lines.append(f"  autograd {finding['anomaly']}")
     lines.append("  around it")
     lines += [_row(row) for row in finding["trail"]]
     lines.append(f"next: {_NEXT[finding['cause']]}")
     return lines
+
+
+def _reached(finding: Json) -> list[str]:
+    """The first parameter that the fault came to, where it is another one than the blamed."""
+    gradient = finding.get("first_gradient")
+    if gradient is None or gradient["parameter"] == finding["parameter"]:
+        return []
+    return [f"  reaches  {gradient['parameter']} as the first parameter: its gradient holds {_bad(gradient)}"]
 
 
 def _module(finding: Json) -> str:

@@ -13,6 +13,7 @@ from dslaunch.train.data.collate import Batch
 from dslaunch.train.engine import TrainingEngine
 from dslaunch.train.fp32_modules import cast
 from dslaunch.train.objectives.sft import SftObjective
+from dslaunch.train.replay.anomaly import GradientWatch
 from dslaunch.train.replay.measure import Range, measure
 from dslaunch.train.replay.probe import Event, probing
 
@@ -79,17 +80,16 @@ class Passes:
         return measure(seen[0]) if seen and isinstance(seen[0], torch.Tensor) else None
 
     def find_anomaly(self, batch: Batch, *, num_tokens: int, loss_scale: float) -> str | None:
-        """What autograd's anomaly mode says of a pass: the operation whose gradient is nan first."""
-        with torch.autograd.set_detect_anomaly(True):
+        """The operation whose gradient is the first that is not finite, and its line; None where all are."""
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            loss = self._objective.token_loss(batch)
+            watch = GradientWatch(loss.sum)
             try:
-                loss = self._objective.token_loss(batch)
                 self._backward(loss.sum, num_tokens, loss_scale)
-            except RuntimeError as error:
-                return str(error)
             finally:
                 for parameter in self.module.parameters():
                     parameter.grad = None
-        return None
+        return watch.found
 
     def to_fp32(self) -> None:
         """Take the model to fp32, for good. Not at stage 3, whose parameters are elsewhere."""

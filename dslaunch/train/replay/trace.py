@@ -15,6 +15,7 @@ from dslaunch.train.data.collate import Batch
 from dslaunch.train.dist import gather_objects
 from dslaunch.train.replay.bisect import Guilt, bisect, keep_only
 from dslaunch.train.replay.measure import Range
+from dslaunch.train.replay.parameters import first_gradient, widest_parameters
 from dslaunch.train.replay.passes import Pass, Passes
 from dslaunch.train.replay.probe import Event, find_broken_weights
 from dslaunch.train.replay.verdict import First, find_first, range_of, trail
@@ -47,7 +48,7 @@ class Trace:
         self._losses: list[float] = []
 
     def run(self, *, detect_anomaly: bool = False) -> dict[str, Any]:
-        """The report, the same on every rank. ``detect_anomaly``: ask autograd as well (not at stage 3)."""
+        """The report, the same on every rank. ``detect_anomaly``: ask autograd as well."""
         broken = self._broken_weights()
         self._run_window()
         firsts = gather_objects(self._found and self._found.first.phase)
@@ -65,12 +66,14 @@ class Trace:
             return to_jsonable({**report, "findings": [], "sums": self._sums_too_large()})
         if "backward" in firsts and self._window.loss_scale != 1:
             self._compare("unscaled", loss_scale=1.0)
+        blamed = set(gather_objects(self._found and self._found.first.module))
+        widest = widest_parameters(self._passes.module, blamed)
         self._bisect()
-        if detect_anomaly and self._passes.zero_stage < 3:
+        if detect_anomaly:
             self._ask_autograd()
         if self._passes.precision != "fp32":
             self._compare_fp32()
-        findings = [f for f in gather_objects(self._finding(broken)) if f is not None]
+        findings = [f for f in gather_objects(self._finding(broken, widest)) if f is not None]
         findings.sort(key=lambda f: (f["micro_batch"], f["phase"] == "backward", f["rank"]))
         return to_jsonable({**report, "findings": findings, "sums": []})
 
@@ -203,13 +206,16 @@ class Trace:
         largest = sorted((name for name in totals if totals[name] > limit), key=lambda name: -totals[name])
         return [{"parameter": p, "absmax_of_sum_at_most": totals[p], "limit": limit} for p in largest[:3]]
 
-    def _finding(self, broken: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    def _finding(
+        self, broken: Sequence[dict[str, Any]], widest: Mapping[str, dict[str, Any]]
+    ) -> dict[str, Any] | None:
         found = self._found
         if found is None:
             return None
         first = found.first
         weights = [w["name"] for w in broken if w["name"].rpartition(".")[0] == first.module]
-        parameter = first.parameter or (weights[0] if weights else None)
+        own = widest.get(first.module)
+        parameter = first.parameter or (weights[0] if weights else own["name"] if own else None)
         spread = None if first.place is None else found.events[first.place].range
         return {
             "rank": self._rank,
@@ -219,6 +225,8 @@ class Trace:
             "module": first.module,
             "module_type": self._type_of(first.module),
             "parameter": parameter,
+            "parameter_absmax": own["absmax"] if own and own["name"] == parameter else None,
+            "first_gradient": first_gradient(found.events),
             "what": first.what,
             "behind": first.between,
             "loss": found.loss,

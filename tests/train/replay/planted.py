@@ -109,25 +109,33 @@ def marked(hidden: torch.Tensor) -> torch.Tensor:
     return hidden[..., :1].detach() > MARK / 2
 
 
-class LogOfZero(torch.nn.Module):
+class Weighted(torch.nn.Module):
+    """A plant with a parameter of its own, which takes part in what breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(HIDDEN))
+
+
+class LogOfZero(Weighted):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + torch.log((~marked(hidden)).to(hidden.dtype))
+        return hidden + torch.log(self.weight * (~marked(hidden)).to(hidden.dtype))
 
 
-class RootOfZero(torch.nn.Module):
+class RootOfZero(Weighted):
     """Forward is 0; the derivative there is infinite, and inf * 0 is nan."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         zero = torch.where(marked(hidden), 0 * hidden, torch.ones_like(hidden))
-        return hidden + 0.1 * torch.sqrt(zero)
+        return hidden + 0.1 * torch.sqrt(self.weight * zero)
 
 
-class HiddenByWhere(torch.nn.Module):
+class HiddenByWhere(Weighted):
     """The log of 0 is left out by where(), and its gradient is nan all the same: 0 / 0."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         inside = torch.where(marked(hidden), 0 * hidden, hidden.abs() + 1)
-        return hidden + 0.1 * torch.where(marked(hidden), hidden, torch.log(inside))
+        return hidden + 0.1 * torch.where(marked(hidden), hidden, torch.log(self.weight * inside))
 
 
 class _DividesInBackward(torch.autograd.Function):
@@ -141,9 +149,9 @@ class _DividesInBackward(torch.autograd.Function):
         return gradients[0] / (~ctx.where).to(gradients[0].dtype), None
 
 
-class DividesInBackward(torch.nn.Module):
+class DividesInBackward(Weighted):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _DividesInBackward.apply(hidden, marked(hidden))  # type: ignore[no-any-return]
+        return _DividesInBackward.apply(hidden * self.weight, marked(hidden))  # type: ignore[no-any-return]
 
 
 class _LargeForWeight(torch.autograd.Function):

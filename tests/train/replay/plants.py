@@ -11,6 +11,7 @@ import torch
 from tests.train.replay import planted
 from tests.train.replay.planted import TRIGGER, PlantedLM, make_corpus, spoil, tiny_llama
 
+OWN = "its weight"  # the parameter of the module that is named
 NUM_SAMPLES = 8  # two micro-batches of two rows on each of two ranks: rank 1 has 2, 3 and then 6, 7
 
 
@@ -44,12 +45,15 @@ def names(
     micro: int = 1,
     samples: Sequence[int] = (6,),
     together: bool = False,
+    reaches: str | None = None,
 ) -> dict[str, Any]:
-    """``samples`` "any": it breaks with none of them as well."""
+    """``samples`` "any": it breaks with none of them as well. ``reaches``: of a fault outside of all
+    modules, the first parameter whose gradient it breaks."""
+    parameter = f"{module}.weight" if parameter == OWN else parameter
     return {
         "phase": phase, "module": module, "parameter": parameter, "cause": cause, "rank": rank,
         "micro_batch": micro, "samples": samples if samples == "any" else list(samples),
-        "together": together,
+        "together": together, **({} if reaches is None else {"reaches": reaches}),
     }  # fmt: skip
 
 
@@ -130,43 +134,43 @@ PLANTS: dict[str, Plant] = {
     # Weights that are broken already.
     "nan weight, stage 0 fp32": Plant(
         spoilt(f"{DOWN}.weight", (3, 5), torch.nan), 0, "fp32",
-        everywhere("forward", DOWN, f"{DOWN}.weight", cause="weights"), also=[(1, 0)],
+        everywhere("forward", DOWN, OWN, cause="weights"), also=[(1, 0)],
     ),
     "nan weight, stage 3 bf16": Plant(
         spoilt(f"{DOWN}.weight", (3, 5), torch.nan), 3, "bf16",
-        everywhere("forward", DOWN, f"{DOWN}.weight", cause="weights"), also=[(1, 0)],
+        everywhere("forward", DOWN, OWN, cause="weights"), also=[(1, 0)],
     ),
     "nan weight under checkpointing, stage 2 bf16": Plant(
         checkpointed(spoilt(f"{UP}.weight", (0, 0), torch.nan)), 2, "bf16",
-        everywhere("forward", UP, f"{UP}.weight", cause="weights"), also=[(1, 0)],
+        everywhere("forward", UP, OWN, cause="weights"), also=[(1, 0)],
     ),
     "inf in an embedding row, stage 2 bf16": Plant(
         spoilt(f"{EMBED}.weight", (TRIGGER, 3), torch.inf), 2, "bf16",
-        names("forward", EMBED, f"{EMBED}.weight", cause="weights"),
+        names("forward", EMBED, OWN, cause="weights"),
     ),
     "inf in an embedding row, stage 3 fp32": Plant(
         spoilt(f"{EMBED}.weight", (TRIGGER, 3), torch.inf), 3, "fp32",
-        names("forward", EMBED, f"{EMBED}.weight", cause="weights", rank=0, samples=[5]), triggers=[5],
+        names("forward", EMBED, OWN, cause="weights", rank=0, samples=[5]), triggers=[5],
     ),
     "inf in an embedding row, a packed sample": Plant(
         spoilt(f"{EMBED}.weight", (TRIGGER, 3), torch.inf), 2, "fp32",
-        names("forward", EMBED, f"{EMBED}.weight", cause="weights", samples=[PACKED]),
+        names("forward", EMBED, OWN, cause="weights", samples=[PACKED]),
         triggers=[PACKED], packing=True,
     ),
     "inf in an embedding row, two samples of a batch": Plant(
         spoilt(f"{EMBED}.weight", (TRIGGER, 3), torch.inf), 1, "bf16",
-        names("forward", EMBED, f"{EMBED}.weight", cause="weights", micro=0, samples=[2, 3]),
+        names("forward", EMBED, OWN, cause="weights", micro=0, samples=[2, 3]),
         triggers=[2, 3],
     ),
     "nan in LoRA A, stage 0 bf16": Plant(
         lora("lora_A", torch.nan), 0, "bf16",
-        everywhere("forward", f"{LORA_Q}.lora_A.default", f"{LORA_Q}.lora_A.default.weight", cause="weights"),
+        everywhere("forward", f"{LORA_Q}.lora_A.default", OWN, cause="weights"),
         also=[(1, 0)],
     ),
     # Too large for fp16, and nothing else wrong.
     "a large output projection, stage 1 fp16": Plant(
         spoilt(f"{LAYER_0}.mlp.down_proj.weight", slice(None), 6e4, gate_proj=1, up_proj=1), 1, "fp16",
-        everywhere("forward", f"{LAYER_0}.mlp.down_proj", cause="overflow"), also=[(1, 0)],
+        everywhere("forward", f"{LAYER_0}.mlp.down_proj", OWN, cause="overflow"), also=[(1, 0)],
     ),
     "a large product in a module's own code, stage 2 fp16": Plant(
         spoilt(f"{UP}.weight", slice(None), 100, gate_proj=50), 2, "fp16",
@@ -174,11 +178,11 @@ PLANTS: dict[str, Plant] = {
     ),
     "LoRA B blown up, stage 2 fp16": Plant(
         lora("lora_B", 6e4), 2, "fp16",
-        everywhere("forward", f"{LORA_Q}.lora_B.default", cause="overflow"), also=[(1, 0)],
+        everywhere("forward", f"{LORA_Q}.lora_B.default", OWN, cause="overflow"), also=[(1, 0)],
     ),
     "LoRA B blown up, stage 3 fp16": Plant(
         lora("lora_B", 6e4), 3, "fp16",
-        everywhere("forward", f"{LORA_Q}.lora_B.default", cause="overflow"), also=[(1, 0)],
+        everywhere("forward", f"{LORA_Q}.lora_B.default", OWN, cause="overflow"), also=[(1, 0)],
     ),
     "a large product in a module's own code, stage 3 fp16": Plant(
         spoilt(f"{UP}.weight", slice(None), 100, gate_proj=50), 3, "fp16",
@@ -186,72 +190,92 @@ PLANTS: dict[str, Plant] = {
     ),
     "huge logits, stage 2 fp16": Plant(
         spoilt("lm_head.weight", slice(None), 6e4), 2, "fp16",
-        names("forward", "lm_head", cause="overflow", rank=0, micro=0, samples=[0, 1]), also=[(1, 0)],
+        names("forward", "lm_head", OWN, cause="overflow", rank=0, micro=0, samples=[0, 1]), also=[(1, 0)],
     ),
     "huge logits whose loss alone is inf, stage 2 fp32": Plant(
         in_fp32_too_large, 2, "fp32", names("loss", "(the loss)", cause="computation"),
     ),
     "a norm in fp32 whose output does not fit, stage 2 fp16": Plant(
         spoilt(f"{LAYER_0}.input_layernorm.weight", slice(None), 1e6), 2, "fp16",
-        everywhere("forward", f"{LAYER_0}.input_layernorm", cause="overflow"), also=[(1, 0)],
+        everywhere("forward", f"{LAYER_0}.input_layernorm", OWN, cause="overflow"), also=[(1, 0)],
         fp32_modules=["*norm*"],
     ),
     "huge logits, engine torch fp16": Plant(
         spoilt("lm_head.weight", slice(None), 6e4), 0, "fp16",
-        names("forward", "lm_head", cause="overflow", rank=0, micro=0, samples=[0, 1]), also=[(1, 0)],
+        names("forward", "lm_head", OWN, cause="overflow", rank=0, micro=0, samples=[0, 1]), also=[(1, 0)],
         engine="torch",
     ),
     # The scale alone.
     "the gradient overflows at this scale, stage 1 fp16": Plant(
         tiny_llama, 1, "fp16", names(
-            "backward", "(the loss)", cause="loss_scale", rank=0, micro=0, samples=[0, 1]
+            "backward", "(the loss)", cause="loss_scale", rank=0, micro=0, samples=[0, 1],
+            reaches="lm_head.weight",
         ), loss_scale=2.0**24, also=[(1, 0)],
     ),
     "the gradient overflows at this scale, stage 3 fp16": Plant(
         tiny_llama, 3, "fp16", names(
-            "backward", "(the loss)", cause="loss_scale", rank=0, micro=0, samples=[0, 1]
+            "backward", "(the loss)", cause="loss_scale", rank=0, micro=0, samples=[0, 1],
+            reaches="lm_head.weight",
         ), loss_scale=2.0**24, also=[(1, 0)],
     ),
     "two samples overflow only together, stage 1 fp16": Plant(
         planted_lm(planted.LargeForWeight), 1, "fp16",
-        names("backward", PLANT, f"{PLANT}.weight", cause="overflow", micro=0, samples=[2, 3], together=True),
+        names("backward", PLANT, OWN, cause="overflow", micro=0, samples=[2, 3], together=True),
         triggers=[2, 3],
     ),
     # What is computed is not finite.
     "log of 0, stage 2 fp32": Plant(
-        planted_lm(planted.LogOfZero), 2, "fp32", names("forward", PLANT, cause="computation"),
+        planted_lm(planted.LogOfZero), 2, "fp32", names("forward", PLANT, OWN, cause="computation"),
     ),
     "log of 0, stage 3 bf16": Plant(
-        planted_lm(planted.LogOfZero), 3, "bf16", names("forward", PLANT, cause="computation"),
+        planted_lm(planted.LogOfZero), 3, "bf16", names("forward", PLANT, OWN, cause="computation"),
     ),
     "0 / 0 in a norm without eps, stage 2 bf16": Plant(
-        zero_norm, 2, "bf16", names("forward", f"{LAYER_0}.input_layernorm", cause="computation"),
+        zero_norm, 2, "bf16", names("forward", f"{LAYER_0}.input_layernorm", OWN, cause="computation"),
     ),
     "0 / 0 in a norm under checkpointing, stage 3 bf16": Plant(
         checkpointed(zero_norm), 3, "bf16",
-        names("forward", f"{LAYER_0}.input_layernorm", cause="computation"),
+        names("forward", f"{LAYER_0}.input_layernorm", OWN, cause="computation"),
     ),
     "division by 0 in the backward, stage 2 fp32": Plant(
-        planted_lm(planted.DividesInBackward), 2, "fp32", names("backward", PLANT, cause="computation"),
+        planted_lm(planted.DividesInBackward), 2, "fp32", names("backward", PLANT, OWN, cause="computation"),
     ),
     "division by 0 in the backward, stage 3 fp32": Plant(
-        planted_lm(planted.DividesInBackward), 3, "fp32", names("backward", PLANT, cause="computation"),
+        planted_lm(planted.DividesInBackward), 3, "fp32", names("backward", PLANT, OWN, cause="computation"),
     ),
     "division by 0 in the backward, stage 0 fp32, on both ranks": Plant(
         planted_lm(planted.DividesInBackward), 0, "fp32",
-        names("backward", PLANT, cause="computation", rank=1, micro=0, samples=[3]),
+        names("backward", PLANT, OWN, cause="computation", rank=1, micro=0, samples=[3]),
         triggers=[3, 4], also=[(0, 1)],
     ),
     "division by 0 in the backward, engine torch bf16": Plant(
-        planted_lm(planted.DividesInBackward), 0, "bf16", names("backward", PLANT, cause="computation"),
+        planted_lm(planted.DividesInBackward), 0, "bf16", names("backward", PLANT, OWN, cause="computation"),
         engine="torch",
     ),
     "root of 0 in the backward, stage 1 bf16": Plant(
-        planted_lm(planted.RootOfZero), 1, "bf16", names("backward", PLANT, cause="computation"),
+        planted_lm(planted.RootOfZero), 1, "bf16", names("backward", PLANT, OWN, cause="computation"),
     ),
     "nan behind a where in the backward, stage 2 fp16": Plant(
-        planted_lm(planted.HiddenByWhere), 2, "fp16", names("backward", PLANT, cause="computation"),
+        planted_lm(planted.HiddenByWhere), 2, "fp16", names("backward", PLANT, OWN, cause="computation"),
         loss_scale=256.0,
+    ),
+    "nan behind a where in the backward, stage 3 bf16": Plant(
+        planted_lm(planted.HiddenByWhere), 3, "bf16",
+        names("backward", PLANT, OWN, cause="computation", rank=0, micro=0, samples=[1]),
+        triggers=[1],
+    ),
+    "root of 0 in the backward, stage 0 fp32": Plant(
+        planted_lm(planted.RootOfZero), 0, "fp32",
+        names("backward", PLANT, OWN, cause="computation", rank=0, samples=[4]), triggers=[4],
+    ),
+    "log of 0, stage 1 fp16": Plant(
+        planted_lm(planted.LogOfZero), 1, "fp16",
+        names("forward", PLANT, OWN, cause="computation", micro=0, samples=[3]), triggers=[3],
+    ),
+    "log of 0, stage 0 bf16, in both micro-batches": Plant(
+        planted_lm(planted.LogOfZero), 0, "bf16",
+        names("forward", PLANT, OWN, cause="computation", micro=0, samples=[2]),
+        triggers=[2, 7],
     ),
 }  # fmt: skip
 

@@ -131,8 +131,8 @@ def gradients_in_sum() -> dict[str, Any]:
     return trace(Plant(planted_lm(LargeForWeight), 1, "fp16", {}, triggers=(0, 2, 4, 6)))
 
 
-def anomaly() -> dict[str, Any]:
-    return trace(PLANTS["nan behind a where in the backward, stage 2 fp16"], detect_anomaly=True)
+def anomaly(name: str) -> Case:
+    return lambda: trace(PLANTS[f"nan behind a where in the backward, {name}"], detect_anomaly=True)
 
 
 if __name__ == "__main__":
@@ -141,5 +141,6 @@ if __name__ == "__main__":
         run_cases({name: planted(chosen[name]) for name in ALONE}, Path(sys.argv[1]), RANK)
         sys.exit()
     cases = {name: planted(plant) for name, plant in chosen.items()}
-    cases |= {"off": off, "sum": gradients_in_sum, "same draws": same_draws, "anomaly": anomaly}
+    cases |= {"off": off, "sum": gradients_in_sum, "same draws": same_draws}
+    cases |= {"anomaly 2": anomaly("stage 2 fp16"), "anomaly 3": anomaly("stage 3 bf16")}
     run_cases(cases, Path(sys.argv[1]), RANK)

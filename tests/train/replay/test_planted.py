@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,25 @@ def traced_alone(ops_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Cas
 def test_the_planted_fault_is_named(traced: CaseResults, name: str) -> None:
     plant, report = PLANTS[name], traced[name]
     first, *others = report["findings"]
-    found: dict[str, Any] = {key: first[key] for key in plant.names if key not in ("samples", "together")}
+    found: dict[str, Any] = {
+        key: first[key] for key in plant.names if key not in ("samples", "together", "reaches")
+    }
     found["samples"] = "any" if first["any_sample"] else [s["sample"] for s in first["samples"]]
     found["together"] = first["samples_together"]
+    if "reaches" in plant.names:
+        found["reaches"] = first["first_gradient"]["parameter"]
     assert found == plant.names, "\n".join(report["text"])
     assert [(f["rank"], f["micro_batch"]) for f in others] == list(plant.also)
     if not plant.fp32_modules:  # whose borders are taken off for good when all goes to fp32
         assert report["hooks_left"] == report["hooks_before"]
+
+
+def test_twenty_faults_and_more_are_named_by_module_parameter_rank_and_sample() -> None:
+    """Of all plants, those whose every part is a name: no "any sample", no fault without a parameter."""
+    whole = [n.names for n in PLANTS.values() if n.names["samples"] != "any" and n.names["parameter"]]
+    assert len(whole) >= 20
+    assert {names["phase"] for names in whole} == {"forward", "backward"}
+    assert {names["rank"] for names in whole} == {0, 1}
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -64,9 +77,12 @@ def test_the_random_numbers_are_those_of_the_step(traced: CaseResults) -> None:
     assert (finding["module"], finding["rank"], finding["micro_batch"]) == ("blocks.1.plant", 0, 0)
 
 
-def test_autograd_is_asked_where_it_is_wanted(traced: CaseResults) -> None:
-    (finding,) = traced["anomaly"]["findings"]
-    assert finding["anomaly"] == "Function 'LogBackward0' returned nan values in its 0th output."
+@pytest.mark.parametrize("stage", [2, 3])
+def test_autograd_is_asked_where_it_is_wanted(traced: CaseResults, stage: int) -> None:
+    (finding,) = traced[f"anomaly {stage}"]["findings"]
+    said, _, place = finding["anomaly"].partition("; ")
+    assert said == "LogBackward0 made nan out of finite gradients, for its input 0"
+    assert re.fullmatch(r"it stands at \S+/planted.py:\d+ in forward: .*torch.log\(self.weight.*", place)
     assert "anomaly" not in traced["nan behind a where in the backward, stage 2 fp16"]["findings"][0]
 
 
