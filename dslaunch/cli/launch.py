@@ -114,7 +114,7 @@ def command(
     dslaunch launch --hostfile hosts -- python train.py ...      the same on every slot of these hosts, by ssh
     dslaunch launch --plan RUN_DIR/plan.json                     run a recorded plan again
     """
-    from dslaunch.cli.launch_request import check_ready_to_run, resolve_request
+    from dslaunch.cli.launch_request import check_ready_to_run, rank_plan, resolve_request
 
     _check_working_directory()
     request = LaunchRequest(command=ctx.meta.get(_COMMAND_KEY), **flags)  # type: ignore[arg-type]
@@ -131,7 +131,9 @@ def command(
     _render(plan)  # what cannot be written must be found while there is no run directory
     _say_what_it_takes(plan)
     if dry_run:
-        _show(plan, request, as_json)
+        from dslaunch.cli.launch_show import show
+
+        show(plan, rank_plan(plan, request), as_json=as_json)
         return 0
     return _run(plan, request, as_json)
 
@@ -331,59 +333,6 @@ def _outcome_json(outcome: Outcome, launch: LaunchPlan) -> dict[str, Any]:
             for end in outcome.ends
         ],
     }
-
-
-# --- showing ----------------------------------------------------------------------------------------
-
-
-def _show(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> None:
-    """What would be started: the very orders, with secrets and the port left open."""
-    from dslaunch.cli.launch_request import rank_plan
-    from dslaunch.core.command import holds_secret, shell_text
-    from dslaunch.core.plan import to_json
-    from dslaunch.launch.container import enter_words
-    from dslaunch.launch.orders import build_orders, check_launch, is_elsewhere
-    from dslaunch.launch.text import utf8_environ
-
-    launch = rank_plan(plan, request)
-    environ = utf8_environ()
-    check_launch(launch, environ)
-    secret = [name for name, value in environ.items() if holds_secret(name, value)]
-    environ.update(dict.fromkeys((*launch.secret_env, *secret), "(taken from the environment at start)"))
-    hosts = [
-        build_orders(launch, node_rank, environ=environ, elsewhere=is_elsewhere(launch, host))
-        for node_rank, host in enumerate(launch.topology.hosts)
-    ]
-    if as_json:
-        click.echo(json.dumps({"schema_version": 1, "dry_run": True, "plan": to_json(plan), "hosts": hosts}))
-        return
-    click.echo(f"run directory {_quoted(launch.run_dir)}  (nothing is started or written)")
-    if within := enter_words(launch):
-        click.echo(f"on each host inside of {shell_text(within)} ...")
-    for orders in hosts:
-        _show_host(orders, launch)
-
-
-def _show_host(orders: dict[str, Any], launch: LaunchPlan) -> None:
-    from dslaunch.core.command import shell_text
-
-    one = launch.topology.num_nodes == 1
-    addr = launch.master_addr or ("127.0.0.1" if one else "(host 0's address on the way to the others)")
-    port = launch.master_port or "(a free port, found at start)"
-    click.echo(f"\nhost {orders['host']}, in {_quoted(orders['cwd'])}, each rank runs\n")
-    last = f" {launch.local_rank_arg}=LOCAL_RANK" if launch.local_rank_arg else ""
-    click.echo(f"  {shell_text(orders['argv'])}{last}\n\nwith, added to the environment,\n")
-    for name, value in orders["env"].items():
-        click.echo(f"  {name}={_quoted(value)}")
-    click.echo(f"  MASTER_ADDR={addr}\n  MASTER_PORT={port}")
-    if orders["visible_devices"]:
-        devices = ",".join(orders["visible_devices"]["slots"])
-        click.echo(f"  CUDA_VISIBLE_DEVICES={devices}  (within those visible there; AMD: HIP_ or ROCR_...)")
-    if "OMP_NUM_THREADS" not in {*orders["env"], *os.environ}:
-        click.echo(f"  OMP_NUM_THREADS=(cores there / {len(orders['ranks'])} ranks)")
-    for rank in orders["ranks"]:
-        click.echo(f"\nrank {rank['rank']}, log {_quoted(rank['log'])}")
-        click.echo("  " + " ".join(f"{name}={_quoted(value)}" for name, value in rank["env"].items()))
 
 
 def _quoted(word: str) -> str:

@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 class LaunchRequest:
     """The options of ``dslaunch launch``; ``command`` is what stood after ``--``."""
 
-    run_file: str | None
-    plan_file: str | None
-    command: tuple[str, ...] | None
-    set_: tuple[str, ...]
-    hostfile: str | None
-    include: str | None
-    exclude: str | None
-    num_nodes: int | None
-    num_gpus_per_node: int | None
-    gpu: str | None
-    via: str | None
-    container: str | None
-    local_rank_arg: str | None
-    max_restarts: int | None
-    inventory: str | None
-    master_addr: str | None
-    master_port: int | None
-    env: tuple[str, ...]
-    run_dir: str | None
-    resume: bool
+    run_file: str | None = None
+    plan_file: str | None = None
+    command: tuple[str, ...] | None = None
+    set_: tuple[str, ...] = ()
+    hostfile: str | None = None
+    include: str | None = None
+    exclude: str | None = None
+    num_nodes: int | None = None
+    num_gpus_per_node: int | None = None
+    gpu: str | None = None
+    via: str | None = None
+    container: str | None = None
+    local_rank_arg: str | None = None
+    max_restarts: int | None = None
+    inventory: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    env: tuple[str, ...] = ()
+    run_dir: str | None = None
+    resume: bool = False
 
 
 def resolve_request(request: LaunchRequest) -> RecordedPlan:
@@ -171,10 +171,10 @@ def _resolve_recorded(request: LaunchRequest, path: Path) -> RecordedPlan:
     elif not request.resume:
         target = _default_run_dir(plan.name, path.parent.parent)
     # Also for --resume: the directory may have been moved since the plan was written.
-    return move_plan(_in_this_job(plan), target)
+    return move_plan(in_this_job(plan), target)
 
 
-def _in_this_job(plan: RecordedPlan) -> RecordedPlan:
+def in_this_job(plan: RecordedPlan) -> RecordedPlan:
     """The plan on the nodes of the Slurm job that we are in, where it was made in another one."""
     from dslaunch.cli.talk import talk
     from dslaunch.launch.slurm import nodes_of_this_job

@@ -34,17 +34,38 @@ _REPORT = "report.json"
     is_flag=True,
     help="Ask autograd's anomaly mode too: the operation and its line of code.",
 )
+@click.option("--hostfile", metavar="FILE", help="Other hosts, with as many slots as the run had ranks.")
+@click.option(
+    "--via", metavar="WAY", help="Way to reach them, as for launch; local: all ranks on this machine."
+)
+@options.dry_run_option
 @options.json_option
-def command(run_dir: Path, step: int | None, detect_anomaly: bool, as_json: bool) -> int:
+def command(
+    run_dir: Path,
+    step: int | None,
+    detect_anomaly: bool,
+    hostfile: str | None,
+    via: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
     """Run a step of a training again and name what went inf or nan first.
 
-    Starts the ranks of RUN_DIR's run on its hosts, with hooks on every module and parameter, and tells
-    the module, the parameter, the rank and the samples, with the value ranges around it. Exit code 0:
-    found; 1: all was finite this time.
+    Starts as many ranks as RUN_DIR's run had, on its hosts or those that are given, with hooks on every
+    module and parameter, and tells the module, the parameter, the rank and the samples, with the value
+    ranges around it. A step that was kept when the run failed needs the model, but no training data.
+    Exit code 0: found; 1: all was finite this time.
     """
-    plan = _load_plan(run_dir)
+    plan = _on_hosts(_load_plan(run_dir), hostfile, via)
     step = step if step is not None else _last_kept(run_dir)
     replay = _replay_plan(plan, run_dir, step, detect_anomaly)
+    if dry_run:
+        from dslaunch.cli.launch_show import show
+        from dslaunch.launch.ready import check_ready
+
+        check_ready(replay.launch)
+        show(replay, replay.launch, as_json=as_json)
+        return EXIT_OK
     code = _run(replay)
     path = Path(replay.launch.run_dir) / _REPORT
     if code != EXIT_OK:
@@ -84,6 +105,33 @@ def _load_plan(run_dir: Path) -> RunPlan:
     moved = move_plan(plan, run_dir.absolute())
     assert isinstance(moved, RunPlan)
     return moved
+
+
+def _on_hosts(plan: RunPlan, hostfile: str | None, via: str | None) -> RunPlan:
+    """The plan on the hosts that are asked for. Raises ConfigError where they have more or fewer slots."""
+    from dslaunch.cli.launch_ranks import choose_ranks
+    from dslaunch.cli.launch_request import LaunchRequest, in_this_job
+    from dslaunch.core.errors import ConfigError
+    from dslaunch.core.plan import RunPlan
+
+    if hostfile is None and via is None:
+        here = in_this_job(plan)
+        assert isinstance(here, RunPlan)
+        return here
+    needed = plan.launch.topology.world_size
+    local = needed if via == "local" and hostfile is None else None
+    ranks = choose_ranks(LaunchRequest(hostfile=hostfile, via=via, num_gpus_per_node=local))
+    if ranks.topology.world_size != needed:
+        raise ConfigError(
+            f"a step is replayed by as many ranks as the run had, {needed}, and there are"
+            f" {ranks.topology.world_size} slots; nothing was started",
+            hint=f"give a hostfile of {needed} slots; --via local starts {needed} ranks on this machine",
+        )
+    launch = dataclasses.replace(
+        plan.launch, topology=ranks.topology, via=ranks.via, device_type=ranks.device_type,
+        master_addr=None, master_port=None,
+    )  # fmt: skip
+    return dataclasses.replace(plan, launch=launch)
 
 
 def _last_kept(run_dir: Path) -> int:

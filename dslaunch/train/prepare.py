@@ -122,16 +122,9 @@ def build_job(
 
     Raises DslaunchErrors of the model, the engine and the checkpoint.
     """
-    say(world, f"loading {plan.model.path} in {plan.precision}")
-    loaded = load_model(plan, inputs.tokenizer)
-    for note in loaded.notes:
-        say(world, note)
+    loaded = load(plan, world, inputs.tokenizer)
     _check_contexts(loaded, inputs, world)
-    say(world, _engine_in_words(plan))
-    with loaded.fp32.admitted() if loaded.fp32 is not None else contextlib.nullcontext():
-        engine = _build_engine(plan, loaded, inputs.schedule, world)
-    if loaded.fp32 is not None:
-        loaded.fp32.check_forward(engine.module, world.device)
+    engine = start_engine(plan, world, loaded, inputs.schedule.total_steps)
     if plan.data.packing:
         say(world, "checking that packed samples do not see each other")
         check_packing_isolation(engine.module, len(inputs.tokenizer), engine.device)
@@ -140,14 +133,11 @@ def build_job(
         restore_checkpoint(engine, start.checkpoint)
         say(world, f"resuming at step {start.step} of {inputs.schedule.total_steps}")
         report.event("resumed", step=start.step, total_steps=inputs.schedule.total_steps)
-    # Last, so that the probe above and whatever else runs the model sees it without.
-    alpha = plan.neftune_noise_alpha
-    noise = EmbeddingNoise(engine.module, alpha) if alpha is not None else None
     return Job(
         plan=plan,
         world=world,
         engine=engine,
-        objective=SftObjective(engine, engine.module, world.device, noise=noise),
+        objective=build_objective(plan, world, engine),
         train=inputs.train,
         evaluation=inputs.evaluation,
         schedule=inputs.schedule,
@@ -163,6 +153,32 @@ def build_job(
         extra=inputs.record.to_json(),
         keep_alive=loaded.keep_alive,
     )
+
+
+def load(plan: RunPlan, world: World, tokenizer: Any) -> LoadedModel:
+    """The plan's model, and what is to be said of it. Collective. Raises DslaunchErrors of the model."""
+    say(world, f"loading {plan.model.path} in {plan.precision}")
+    loaded = load_model(plan, tokenizer)
+    for note in loaded.notes:
+        say(world, note)
+    return loaded
+
+
+def start_engine(plan: RunPlan, world: World, loaded: LoadedModel, total_steps: int) -> TrainingEngine:
+    """The engine around a loaded model. Collective. Raises DslaunchErrors of the engine."""
+    say(world, _engine_in_words(plan))
+    with loaded.fp32.admitted() if loaded.fp32 is not None else contextlib.nullcontext():
+        engine = _build_engine(plan, loaded, total_steps, world)
+    if loaded.fp32 is not None:
+        loaded.fp32.check_forward(engine.module, world.device)
+    return engine
+
+
+def build_objective(plan: RunPlan, world: World, engine: TrainingEngine) -> SftObjective:
+    """The loss. After all probes of the model: they are to see it without NEFTune's noise."""
+    alpha = plan.neftune_noise_alpha
+    noise = EmbeddingNoise(engine.module, alpha) if alpha is not None else None
+    return SftObjective(engine, engine.module, world.device, noise=noise)
 
 
 def say(world: World, text: str) -> None:
@@ -257,10 +273,8 @@ def _engine_in_words(plan: RunPlan) -> str:
     return f"starting torch without DeepSpeed: {computes}, {plan.batch.world_size} ranks with the whole model"
 
 
-def _build_engine(
-    plan: RunPlan, loaded: LoadedModel, schedule: BatchSchedule, world: World
-) -> TrainingEngine:
-    scheduler = build_scheduler_factory(plan.scheduler, schedule.total_steps)
+def _build_engine(plan: RunPlan, loaded: LoadedModel, total_steps: int, world: World) -> TrainingEngine:
+    scheduler = build_scheduler_factory(plan.scheduler, total_steps)
     groups = parameter_groups(loaded.model, plan.optimizer)
     for line in groups.notes:
         say(world, f"optimizer group: {line}")

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dslaunch.core.errors import EXIT_CANCELLED_INT, EXIT_OK, ConfigError
 from dslaunch.core.events import utc_now
@@ -22,8 +22,8 @@ from dslaunch.train.worker import leave, rank_for_messages
 
 if TYPE_CHECKING:
     from dslaunch.train.dist import World
-    from dslaunch.train.loop import Job
-    from dslaunch.train.prepare import Inputs
+    from dslaunch.train.engine import TrainingEngine
+    from dslaunch.train.objectives.sft import SftObjective
     from dslaunch.train.replay.window import Window
 
 
@@ -75,20 +75,27 @@ def replay_rank(plan: RunPlan, world: World, step: int, *, detect_anomaly: bool 
     from dslaunch.train.replay.passes import Passes
     from dslaunch.train.replay.trace import Trace
 
-    inputs = prepare.load_inputs(plan, world)
-    if not 1 <= step <= inputs.schedule.total_steps:
-        raise ConfigError(f"--step {step}: the run has steps 1 to {inputs.schedule.total_steps}")
-    job, window = _kept(plan, world, inputs, step) or _reached(plan, world, inputs, step)
+    ready = _kept(plan, world, step) or _reached(plan, world, step)
     prepare.say(world, f"running step {step} again")
-    trace = Trace(
-        Passes(job.engine, job.objective), window, rank=world.rank, pad_token_id=inputs.train.pad_token_id
-    )
+    passes = Passes(ready.engine, ready.objective)
+    trace = Trace(passes, ready.window, rank=world.rank, pad_token_id=ready.pad_token_id)
     return trace.run(detect_anomaly=detect_anomaly)
 
 
-def _kept(plan: RunPlan, world: World, inputs: Inputs, step: int) -> tuple[Job, Window] | None:
-    """The step as it was kept when the run failed, if it was, with its weights."""
+class _Ready(NamedTuple):
+    """All that a trace takes. ``keep_alive``: see ``LoadedModel``."""
+
+    window: Window
+    engine: TrainingEngine
+    objective: SftObjective
+    pad_token_id: int
+    keep_alive: tuple[Any, ...]
+
+
+def _kept(plan: RunPlan, world: World, step: int) -> _Ready | None:
+    """The step as it was kept when the run failed, if it was, with its weights. Reads no training data."""
     from dslaunch.train import prepare
+    from dslaunch.train.model import DTYPES, load_tokenizer
     from dslaunch.train.replay.weights import load_weights
     from dslaunch.train.replay.window import read_index, read_rank, window_path
 
@@ -96,24 +103,33 @@ def _kept(plan: RunPlan, world: World, inputs: Inputs, step: int) -> tuple[Job, 
     if step not in RunDir(run_dir).kept_steps():
         return None
     folder = window_path(run_dir, step)
-    index = read_index(folder)
-    if not index["has_weights"]:
+    if not read_index(folder)["has_weights"]:
+        prepare.say(
+            world, f"step {step} was kept without its weights: it takes the training data to reach it"
+        )
         return None
     window = read_rank(folder, world.rank)
-    job = _build(plan, world, inputs, prepare.Start())
-    prepare.say(world, f"weights as they were in step {step}")
-    load_weights(folder, world.rank if job.engine.zero_stage == 3 else 0, job.engine.module)
-    return job, window
+    tokenizer = load_tokenizer(plan.model, DTYPES[plan.precision])
+    loaded = prepare.load(plan, world, tokenizer)
+    engine = prepare.start_engine(plan, world, loaded, total_steps=step)
+    prepare.say(world, f"weights and micro-batches as they were in step {step}")
+    load_weights(folder, world.rank if engine.zero_stage == 3 else 0, engine.module)
+    objective = prepare.build_objective(plan, world, engine)
+    return _Ready(window, engine, objective, tokenizer.pad_token_id, loaded.keep_alive)
 
 
-def _reached(plan: RunPlan, world: World, inputs: Inputs, step: int) -> tuple[Job, Window]:
+def _reached(plan: RunPlan, world: World, step: int) -> _Ready:
     """The step as the training reaches it, from the last checkpoint before it."""
     from dslaunch.train import prepare
     from dslaunch.train.loop import train_step
     from dslaunch.train.replay.window import build_window, take_rng
+    from dslaunch.train.report import Report
 
+    inputs = prepare.load_inputs(plan, world)
+    if not 1 <= step <= inputs.schedule.total_steps:
+        raise ConfigError(f"--step {step}: the run has steps 1 to {inputs.schedule.total_steps}")
     start = prepare.find_start_before(plan, world, inputs, step)
-    job = _build(plan, world, inputs, start)
+    job = prepare.build_job(plan, world, inputs, start, Report(None, {}), StopRequest())
     if start.step < step - 1:
         prepare.say(world, f"training steps {start.step + 1} to {step - 1} again to get there")
     for number in range(start.step, step - 1):
@@ -127,14 +143,7 @@ def _reached(plan: RunPlan, world: World, inputs: Inputs, step: int) -> tuple[Jo
         loss_scale=job.engine.loss_scale,
         rng=take_rng(),
     )
-    return job, window
-
-
-def _build(plan: RunPlan, world: World, inputs: Inputs, start: Any) -> Job:
-    from dslaunch.train import prepare
-    from dslaunch.train.report import Report
-
-    return prepare.build_job(plan, world, inputs, start, Report(None, {}), StopRequest())
+    return _Ready(window, job.engine, job.objective, inputs.train.pad_token_id, job.keep_alive)
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -99,13 +99,19 @@ def test_each_way_has_the_weights_and_the_dropout_of_that_step(broken_run: Broke
     assert losses[0][0][1] == "nan" and all(isinstance(loss, float) for loss in losses[0][1])
 
 
-def test_the_command_replays_a_run_that_was_moved(broken_run: BrokenRun, ops_dir: Path) -> None:
-    home = broken_run.run_dir.path
+def test_the_command_replays_a_run_that_was_moved_without_its_data(
+    broken_run: BrokenRun, ops_dir: Path
+) -> None:
+    """From the micro-batches that were kept: neither the data nor its tokens are there."""
+    home, data = broken_run.run_dir.path, Path(broken_run.plan.data.train[0].path)
     moved = home.rename(home.with_name("moved run"))
-    argv = [sys.executable, "-m", "dslaunch", "replay", str(moved), "--json"]
+    gone = [path.rename(path.with_name(f"{path.name} gone")) for path in (data, home.parent / "tokens")]
+    argv = [sys.executable, "-m", "dslaunch", "replay", str(moved), "--json", "--via", "local"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=os.environ)
     assert not home.exists()
     moved.rename(home)
+    for path in gone:
+        path.rename(path.with_name(path.name.removesuffix(" gone")))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["losses"] == broken_run.results["traced"]["losses"]
@@ -120,6 +126,33 @@ def test_a_step_that_went_well_is_reached_and_has_no_culprit(broken_run: BrokenR
     assert done.returncode == 1, done.stderr
     assert "nothing went inf or nan this time" in done.stdout
     assert "resuming at step 1 of 9" in done.stderr and "failed" not in done.stderr
+
+
+def test_a_dry_run_shows_the_ranks_and_writes_nothing(
+    broken_run: BrokenRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = broken_run.run_dir.path
+    before = sorted(run_dir.rglob("*"))
+    assert main(["replay", str(run_dir), "--dry-run", "--detect-anomaly", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (host,) = shown["hosts"]
+    assert [rank["rank"] for rank in host["ranks"]] == [0, 1]
+    report = host["argv"][host["argv"].index("--report") + 1]
+    plan = str(run_dir / "plan.json")
+    words = ["--plan", plan, "--step", "3", "--report", report, "--detect-anomaly"]
+    assert host["argv"] == [sys.executable, "-m", "dslaunch.train.replay.worker", *words]
+    assert sorted(run_dir.rglob("*")) == before and not Path(report).parent.exists()
+
+
+def test_other_hosts_have_as_many_slots(
+    broken_run: BrokenRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=3\n")
+    assert main(["replay", str(broken_run.run_dir.path), "--hostfile", str(hosts)]) == 2
+    error = capsys.readouterr().err
+    assert "a step is replayed by as many ranks as the run had, 2, and there are 3 slots" in error
+    assert "--via local starts 2 ranks on this machine" in error
 
 
 def test_a_run_that_goes_on_is_not_replayed(
