@@ -160,24 +160,16 @@ def write_clipping(config: dict[str, Any], optimizer_name: str | None) -> tuple[
     return {**config, "gradient_clipping": 1.0}, note
 
 
-def check_muon(config: Mapping[str, Any], optimizer_name: str | None) -> str | None:
-    """F11: Muon at stages 1 to 3 has its update clipped, not its gradient.
-
-    The gradient is orthogonalised while it is reduced; the norm is that of the result, which has nothing
-    to do with the gradient's. Raises ConfigError where there is a clip; without one the updates are
-    right, and a note says what the reported norm is.
-    """
-    clip = config.get("gradient_clipping", 0.0)
+def refuse_client_muon(config: Mapping[str, Any], optimizer_name: str | None) -> None:
+    """F11: under ZeRO a Muon that is handed over, of the class ``optimizer_name``, gets flat shards."""
     stage = zero_stage_of(config)
-    if not (optimizer_name or "").lower().startswith("muon") or stage == 0:
-        return None
-    if clip:
+    if stage and (optimizer_name or "").lower().startswith("muon"):
         raise ConfigError(
-            f"Muon with gradient_clipping {clip:g} at zero_optimization.stage {stage}: DeepSpeed would clip "
-            "its update, after it was orthogonalised, by a norm that is not the gradient's",
-            hint="set gradient_clipping to 0, or use fp32 at stage 0, where the gradient is clipped",
+            f"{optimizer_name} as an optimizer of your own at zero_optimization.stage {stage}: it would get "
+            "flat shards, not matrices",
+            hint='name it in the config instead, "optimizer": {"type": "Muon", ...}: dslaunch then runs its '
+            "own, which knows the shards",
         )
-    return f"Muon at stage {stage}: grad_norm is that of its update, not of the gradient (docs/upstream.md)"
 
 
 def optimizer_type(config: Mapping[str, Any]) -> str | None:

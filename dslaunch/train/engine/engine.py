@@ -15,10 +15,11 @@ from dslaunch.core.plan import WatchPlan
 from dslaunch.train.dist import hold_deepspeeds_prints, init_world
 from dslaunch.train.engine import cures, ds_config
 from dslaunch.train.engine.gradient_witness import LocalGradients
+from dslaunch.train.engine.muon import place_muon
 from dslaunch.train.engine.own_loop import OnEvent, build_watch
 from dslaunch.train.engine.result import SkipReason, StepResult
+from dslaunch.train.engine.settings import check_version, prepare
 from dslaunch.train.engine.step_rules import at_minimum_scale, check_num_tokens, skip_reason
-from dslaunch.train.engine.version import check_deepspeed_version
 from dslaunch.train.engine.window import Window
 from dslaunch.train.fp32_modules import to_fp32_throughout
 from dslaunch.train.jit_ops import prepare_optimizer
@@ -62,6 +63,7 @@ class Engine:
             cures.keep_own_communication_dtype(ds)
             cures.forget_offloaded_sums_of_skipped_steps(ds)
             cures.name_the_stage_in_checkpoints(ds)
+            place_muon(ds)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, through DeepSpeed's hooks."""
@@ -301,8 +303,10 @@ def initialize(
     cure finds another DeepSpeed than it was made for.
     """
     world = init_world()
-    settings, notes = _prepare(ds_config.load_ds_config(config), optimizer, allow_emulated_fp16)
-    notes = [*_check_version(allow_untested_deepspeed), *notes]
+    version = check_version(allow_untested_deepspeed)
+    settings = ds_config.load_ds_config(config)
+    settings, optimizer, notes = prepare(settings, model, optimizer, allow_emulated_fp16)
+    notes = [*version, *notes]
     for text in notes:
         _tell(text, on_note, world.rank)
     trains = optimizer is not None or ds_config.optimizer_type(settings) is not None
@@ -330,47 +334,6 @@ def initialize(
     return Engine(ds, precision=precision, trains=trains, notes=tuple(notes), watch=watching)
 
 
-def _check_version(allowed: str | None) -> list[str]:
-    import deepspeed
-
-    note = check_deepspeed_version(deepspeed.__version__, allowed)
-    return [note] if note else []
-
-
-def _prepare(
-    settings: dict[str, Any], optimizer: Any, allow_emulated_fp16: bool
-) -> tuple[dict[str, Any], list[str]]:
-    """Refuse what cannot run right; returns what to run, and notes on what was changed or permitted."""
-    if ds_config.is_enabled(settings, "fp16") and ds_config.is_enabled(settings, "bf16"):
-        raise ConfigError("fp16.enabled and bf16.enabled are both true", hint="turn one of them off")
-    ds_config.zero_stage_of(settings)  # raises for a stage that is none
-    ds_config.refuse_fp16_autocast_under_zero(settings)
-    ds_config.refuse_unmeasured_gradients(settings)
-    name = _optimizer_name(optimizer) or ds_config.optimizer_type(settings)
-    settings, clipping = ds_config.write_clipping(settings, name)
-    settings, stage = ds_config.run_16bit_stage_0_as_stage_1(settings, name)
-    muon = ds_config.check_muon(settings, name)
-    fp16 = permit_fp16(ds_config.precision_of(settings), allow_emulated_fp16)
-    return settings, [note for note in (clipping, stage, muon, fp16) if note]
-
-
-def permit_fp16(precision: str, allow_emulated_fp16: bool) -> str | None:
-    """What is to be said of fp16 on this device. Raises ConfigError where it would have to be emulated."""
-    if precision != "fp16":
-        return None
-    from deepspeed.accelerator import get_accelerator
-
-    if get_accelerator().is_fp16_supported():
-        return None
-    if not allow_emulated_fp16:
-        raise ConfigError(
-            f"fp16 on this {get_accelerator().device_name()}: it has no fp16 instructions",
-            hint="use bf16 or fp32",
-        )
-    cures.permit_emulated_fp16()
-    return "fp16 is emulated on this CPU: right, but slow; for tests and debugging only"
-
-
 def _deepspeed_initialize(**arguments: Any) -> Any:
     import deepspeed
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
@@ -383,13 +346,6 @@ def _deepspeed_initialize(**arguments: Any) -> Any:
         raise ConfigError(
             f"DeepSpeed {deepspeed.__version__} refuses this configuration: {one_line(error)}"
         ) from error
-
-
-def _optimizer_name(optimizer: Any) -> str | None:
-    """The name of a client optimizer: of its class, or of the callable that will make it."""
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        return type(optimizer).__name__ if optimizer is not None else None
-    return str(getattr(getattr(optimizer, "func", optimizer), "__name__", type(optimizer).__name__))
 
 
 def _tell(text: str, on_note: Note | None, rank: int) -> None:

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import Fp16Plan
 from dslaunch.train.engine import torch_state
-from dslaunch.train.engine.engine import permit_fp16
 from dslaunch.train.engine.gradient_witness import LocalGradients
 from dslaunch.train.engine.result import StepResult
+from dslaunch.train.engine.settings import permit_fp16
 from dslaunch.train.engine.step_rules import at_minimum_scale, check_num_tokens, skip_reason
 from dslaunch.train.engine.window import Window
 from dslaunch.train.fp32_modules import to_fp32_throughout

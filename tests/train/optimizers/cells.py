@@ -13,6 +13,8 @@ from dslaunch.core.plan import OptimizerPlan, ParamGroupPlan, SchedulerPlan
 STEPS, BAD_STEP = 7, 2  # in step 2 (from 0) rank 1 has inf in its gradient: all ranks skip it
 DECAYED = {"weight_decay": 0.25}
 SMALL, LARGE = ((3, 5), (7,)), ((90, 94), (7,))  # in 8 bit below 4,096 elements nothing is quantised
+# Of three matrices that ZeRO puts one behind the other, two ranks have one each and share the third.
+MATRICES = (*SMALL, (5, 2), (2, 3))
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Cell:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
+        if self.kind == "Muon":
+            return MATRICES
         return LARGE if self.kind.endswith("8bit") else SMALL
 
     @property
@@ -56,6 +60,7 @@ class Cell:
 
 MIX = {"t_alpha": 4, "t_beta3": 5, "betas": (0.8, 0.9, 0.99), **DECAYED}
 NESTEROV = {"momentum": 0.75, "nesterov": True}
+MUON = {"adam_lr": 0.03125, **DECAYED}
 DAMPED = {"momentum": 0.5, "dampening": 0.25, **DECAYED}
 SUMMED_AND_OFFLOADED = Cell("AdamW", 2, "bf16", accumulation=2, offload=True)
 CELLS = (
@@ -83,9 +88,14 @@ CELLS = (
     Cell("AdEMAMix", 2, "bf16", 1.0, params=MIX),
     Cell("AdEMAMix", 3, "fp16", 1.0, offload=True, params=MIX),
     Cell("Adafactor", 0, "fp32", 1.0, 2, params=DECAYED),
-    Cell("Muon", 0, "fp32", 1.0, 2, params={"adam_lr": 0.03125, **DECAYED}),
+    Cell("Muon", 0, "fp32", 1.0, 2, params=MUON),
+    Cell("Muon", 0, "bf16", params=MUON),
     Cell("Muon", 1, "fp32", params={"adam_lr": 0.03125}),
-    Cell("Muon", 2, "fp32", accumulation=2, params={"adam_lr": 0.03125, **DECAYED}),
+    Cell("Muon", 1, "bf16", 1.0, 2, params=MUON),
+    Cell("Muon", 2, "fp32", 1.0, 2, params=MUON),
+    Cell("Muon", 2, "fp16", 1.0, params=MUON),
+    Cell("Muon", 3, "fp16", 1.0, 2, params=MUON),
+    Cell("Muon", 3, "bf16", params=MUON),
     Cell("AdamW8bit", 0, "fp32", 1.0, params=DECAYED),
     Cell("AdamW8bit", 1, "bf16", accumulation=2, params=DECAYED),
     Cell("AdamW8bit", 2, "fp16", 1.0, offload=True),
@@ -104,7 +114,8 @@ RESUMED = (
     Cell("AdamW8bit", 2, "bf16", params=DECAYED),
     Cell("AdamW8bit", 3, "fp16", params=DECAYED),
     Cell("Adafactor", 0, "fp32", params=DECAYED),
-    Cell("Muon", 2, "fp32", params={"adam_lr": 0.03125, **DECAYED}),
+    Cell("Muon", 2, "bf16", 1.0, params=MUON),
+    Cell("Muon", 3, "fp16", params=MUON),
 )
 VECTOR_LR = 0.5
 SCHEDULE, TOTAL_STEPS = SchedulerPlan(type="linear", warmup_steps=2), 8

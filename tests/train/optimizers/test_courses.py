@@ -46,8 +46,7 @@ def far(one: list[np.ndarray], other: list[np.ndarray]) -> float:
 def test_every_update_is_the_papers(courses: CaseResults, cell: Cell) -> None:
     for step, (here, there) in enumerate(zip(found(courses, cell), expected(cell), strict=True)):
         # Weights are at most 2 and updates at most 0.4: fp32 rounds each of the seven to 1.2e-7.
-        # Muon's iterations are fp16 by design where the device has it, and these ranks permit it: 5e-4 each.
-        assert far(here, there) < (2e-3 if cell.kind == "Muon" else 2e-6), f"step {step}"
+        assert far(here, there) < 2e-6, f"step {step}"
 
 
 def test_upstream_skips_every_step_after_one_where_offloaded_sums_are_fp32(courses: CaseResults) -> None:
