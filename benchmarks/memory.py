@@ -334,7 +334,7 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
             engine = deepspeed.initialize(
                 model=model,
                 config=ds_config(case),
-                optimizer=build_optimizer(optimizer_plan(case)),
+                optimizer=build_optimizer(optimizer_plan(case), model),
                 model_parameters=trained,
             )[0]
         others = other_engines(case)
@@ -404,7 +404,7 @@ def torch_engine(case: Case, model: Any) -> Any:
     return initialize_torch(
         model,
         settings,
-        build_optimizer(optimizer_plan(case)),
+        build_optimizer(optimizer_plan(case), model),
         lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0),
         init_world().device,
     )

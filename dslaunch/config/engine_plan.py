@@ -101,7 +101,6 @@ def resolve_engine(
         chosen.plan,
         zero_stage=stage,
         precision=precision,
-        clipping=spec.gradient_clipping,
         offload=offload,
         report=report,
         shards=not uses_torch(spec) and (stage > 0 or precision != "fp32"),
@@ -306,7 +305,14 @@ def check_for_own_script(engine: EnginePlan, report: Report) -> None:
             "use stage: 1 (--zero-stage 1), which computes the same; `dslaunch launch` may keep stage 0,"
             " which its worker runs as stage 1",
         )
-    check_json_says_it_all(engine.optimizer, report)
+    check_json_says_it_all(
+        engine.optimizer,
+        zero_stage=engine.zero_stage,
+        precision=engine.precision,
+        clipping=engine.gradient_clipping,
+        offload=(engine.zero_options.get("offload_optimizer") or {}).get("device"),
+        report=report,
+    )
 
 
 def _note_stage_0(precision: Precision, own_worker: bool, report: Report) -> None:

@@ -104,19 +104,22 @@ def check_fit(
     zero_stage: int,
     precision: Precision,
     shards: bool,
-    clipping: float,
     offload: str | None,
     report: Report,
 ) -> None:
     """Put into ``report`` why the optimizer cannot run at this stage, in this precision or offloaded.
 
     ``shards``: whether it gets flat shards, as it does in 16 bit at stage 0, which runs as stage 1.
-    ``clipping``: gradient_clipping. ``offload``: the device of offload_optimizer. The whole table
-    is in docs/optimizers.md.
+    ``offload``: the device of offload_optimizer. The whole table is in docs/optimizers.md.
     """
     key, name = "optimizer.type", plan.type
     if name == "Muon":
-        _check_muon(plan, zero_stage, precision, clipping, offload, report)
+        if offload is not None:
+            report.fail(
+                key,
+                f"{key} Muon with offload_optimizer: its matrix products would run on the CPU",
+                "leave offload_optimizer out, or use AdamW",
+            )
     elif not KINDS[name].elementwise and shards:
         at = f"at ZeRO stage {zero_stage}" if zero_stage else f"in {precision}, which runs as ZeRO stage 1,"
         report.fail(
@@ -134,8 +137,18 @@ def check_fit(
         _check_8bit(name, shards=shards, offload=offload, report=report)
 
 
-def check_json_says_it_all(plan: OptimizerPlan, report: Report) -> None:
-    """For JSON that is printed: what a script of one's own cannot get from it."""
+def check_json_says_it_all(
+    plan: OptimizerPlan,
+    *,
+    zero_stage: int,
+    precision: Precision,
+    clipping: float,
+    offload: str | None,
+    report: Report,
+) -> None:
+    """For JSON that is printed: what a script of one's own cannot get from it, or would get wrong."""
+    if plan.type == "Muon":
+        _check_muon_of_deepspeed(zero_stage, precision, clipping, offload, report)
     if plan.made_by == "dslaunch":
         report.fail(
             "optimizer.type",
@@ -163,38 +176,37 @@ def check_json_says_it_all(plan: OptimizerPlan, report: Report) -> None:
         )
 
 
-def _check_muon(
-    plan: OptimizerPlan,
-    stage: int,
-    precision: Precision,
-    clipping: float,
-    offload: str | None,
-    report: Report,
+def _check_muon_of_deepspeed(
+    stage: int, precision: Precision, clipping: float, offload: str | None, report: Report
 ) -> None:
-    """DeepSpeed's Muon orthogonalises whole gradients before it shards them, ahead of clipping."""
+    """F11: DeepSpeed's own orthogonalises gradients as it reduces them, ahead of clipping and unscaling."""
     key = "optimizer.type"
-    if plan.made_by == "dslaunch":
-        report.fail(key, f"{key} Muon is DeepSpeed's, and engine is torch", "use AdamW, or engine: deepspeed")
-    elif precision != "fp32":
+    ours = "; dslaunch's worker and its `initialize` run one of their own"
+    if precision != "fp32":
         report.fail(
             key,
             f"{key} Muon in {precision}: DeepSpeed keeps its momentum in {precision}, of gradients that are"
-            " neither clipped nor free of the loss scale",
+            f" neither clipped nor free of the loss scale{ours}",
             "use precision fp32, or AdamW",
         )
     elif stage == 3 or offload is not None:
         at = "at ZeRO stage 3" if stage == 3 else "with offload_optimizer"
-        report.fail(key, f"{key} Muon {at} is not tested here", "use stage 2 without offload, or AdamW")
+        report.fail(
+            key,
+            f"{key} Muon {at}: DeepSpeed's is not tested here{ours}",
+            "use stage 2 without offload, or AdamW",
+        )
     elif stage and clipping:
         report.fail(
             "gradient_clipping" if report.given("gradient_clipping") else key,
-            f"gradient_clipping {clipping:g} with Muon at ZeRO stage {stage}: DeepSpeed would clip its update"
-            " after it was orthogonalised, by a norm that is not the gradient's",
+            f"gradient_clipping {clipping:g} with Muon at ZeRO stage {stage}: DeepSpeed clips its update"
+            f" after it was orthogonalised, by a norm that is not the gradient's{ours}",
             "set gradient_clipping: 0, or zero_optimization.stage 0, where the gradient is clipped",
         )
     elif stage:
         report.note(
-            f"Muon at ZeRO stage {stage}: grad_norm will be the norm of its updates, not of gradients"
+            f"Muon at ZeRO stage {stage}: DeepSpeed's get_global_grad_norm() is the norm of its updates,"
+            " not of gradients"
         )
 
 

@@ -285,7 +285,7 @@ def _build_engine(plan: RunPlan, loaded: LoadedModel, total_steps: int, world: W
             gradient_clipping=plan.gradient_clipping,
             fp16=plan.fp16,
         )
-        make = build_torch_optimizer(plan.optimizer)
+        make = build_torch_optimizer(plan.optimizer, loaded.model)
         return initialize_torch(
             loaded.model,
             settings,
@@ -298,7 +298,7 @@ def _build_engine(plan: RunPlan, loaded: LoadedModel, total_steps: int, world: W
     return initialize(
         loaded.model,
         dict(plan.ds_config),
-        optimizer=build_optimizer(plan.optimizer),
+        optimizer=build_optimizer(plan.optimizer, loaded.model),
         lr_scheduler=scheduler,
         model_parameters=groups.parameters if fp32 is None else fp32.groups(groups.parameters),
         on_note=lambda text: say(world, f"note: {text}"),

@@ -23,6 +23,7 @@ cluster: {num_gpus_per_node: 2, gpu: v100-32gb}
 precision: fp16
 zero_optimization: {stage: 2}
 """
+MUON = ("--set", "optimizer.type=Muon", "--set", "optimizer.lr=0.02")
 FLAGS = ["--num-nodes", "1", "--num-gpus-per-node", "8", "--zero-stage", "2", "--precision", "bf16"]
 
 
@@ -206,6 +207,14 @@ def test_a_model_elsewhere_is_a_note_and_no_error(capsys: pytest.CaptureFixture[
         (
             ["--model", "model", "--gpu", "a100", *FLAGS, "--set", "optimizer.type=AdEMAMix"],
             "optimizer.type AdEMAMix: no DeepSpeed JSON can name it",
+        ),
+        (
+            ["--model", "model", "--gpu", "a100", *FLAGS, *MUON, "--precision", "bf16"],
+            "optimizer.type Muon in bf16: DeepSpeed keeps its momentum in bf16",
+        ),
+        (
+            ["--model", "model", "--gpu", "a100", *FLAGS, *MUON, "--precision", "fp32"],
+            "gradient_clipping 1 with Muon at ZeRO stage 2: DeepSpeed clips its update after it was",
         ),
         (["--model", "model", "--num-nodes", "2"], "num_gpus_per_node"),
     ],

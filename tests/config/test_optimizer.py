@@ -75,38 +75,23 @@ def test_adafactor_where_it_is_right() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("written", "part"),
-    [
-        ("zero_optimization: {stage: 2}", "run.yaml:6: gradient_clipping 1 with Muon at ZeRO stage 2"),
-        ("zero_optimization: {stage: 3}\ngradient_clipping: 0", "Muon at ZeRO stage 3 is not tested"),
-        (
-            "zero_optimization: {stage: 2, offload_optimizer: cpu}\ngradient_clipping: 0",
-            "with offload_optimizer",
-        ),
-        ("engine: torch", "Muon is DeepSpeed's, and engine is torch"),
-        ("precision: bf16\ngradient_clipping: 0", "keeps its momentum in bf16"),
-        ("precision: bf16\nzero_optimization: {stage: 0}", "keeps its momentum in bf16"),
-    ],
-)
-def test_muon_where_it_would_be_wrong(written: str, part: str) -> None:
-    precision = "" if "precision" in written else "precision: fp32\n"
-    (message,) = problems(f"{precision}{written}\noptimizer: {{type: Muon, lr: 0.02}}\n")
-    assert part in message
+MUON = "optimizer: {type: Muon, lr: 0.02, params: {adam_lr: 3e-4}}\n"
 
 
-def test_muon_where_it_is_right() -> None:
-    text = (
-        "precision: fp32\ngradient_clipping: 0\noptimizer: {type: Muon, lr: 0.02, params: {adam_lr: 3e-4}}\n"
-    )
-    plan, notes = resolved(SMALL + text)
-    assert "Muon at ZeRO stage 2: grad_norm will be the norm of its updates, not of gradients" in notes
-    block = plan.ds_config["optimizer"]
-    assert block["type"] == "Muon"
-    assert block["params"] == {
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_muon_runs_everywhere_with_a_clip(stage: int, precision: str) -> None:
+    plan = plan_of(f"{SMALL}precision: {precision}\nzero_optimization: {{stage: {stage}}}\n{MUON}")
+    assert (plan.gradient_clipping, plan.ds_config["optimizer"]["type"]) == (1.0, "Muon")
+    assert plan.ds_config["optimizer"]["params"] == {
         "lr": 0.02, "momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0,
         "adam_lr": 3e-4, "torch_adam": True,
     }  # fmt: skip
+
+
+def test_muon_does_not_run_on_the_cpu_beside_a_gpu() -> None:
+    (message,) = problems(f"zero_optimization: {{stage: 2, offload_optimizer: cpu}}\n{MUON}")
+    assert "Muon with offload_optimizer: its matrix products would run on the CPU" in message
 
 
 def test_8_bit_says_what_its_states_are() -> None:

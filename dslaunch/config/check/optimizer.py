@@ -220,7 +220,7 @@ def _check_muon(checker: Checker) -> None:
     path = ("optimizer", "type")
     if checker.stage == 3 and checker.value(PARENT, "reduce_scatter") is not False:
         checker.report(
-            "needs",
+            "muon-stage-3",
             "error",
             path,
             "Muon at stage 3 stops at start while zero_optimization.reduce_scatter is on",
@@ -228,7 +228,7 @@ def _check_muon(checker: Checker) -> None:
             fix="write zero_optimization.reduce_scatter: false",
             edits=(Edit("set", (PARENT, "reduce_scatter"), False),),
         )
-    if checker.stage in (1, 2) and checker.precision in ("fp16", "bf16"):
+    if checker.stage and checker.precision in ("fp16", "bf16"):
         scaled = " and with the loss scale on them" if checker.precision == "fp16" else ""
         checker.report(
             "muon-momentum",
@@ -236,15 +236,16 @@ def _check_muon(checker: Checker) -> None:
             path,
             f"at stage {checker.stage} DeepSpeed 0.19.8 keeps Muon's momentum in {checker.precision},"
             f" of gradients before clipping{scaled}",
-            "use fp32, or AdamW",
+            "use fp32, or AdamW, or dslaunch's `initialize`, which runs a Muon of its own",
         )
-    if checker.stage in (1, 2) and (checker.number("gradient_clipping") or 0) > 0:
+    if checker.stage and (checker.number("gradient_clipping") or 0) > 0:
         checker.report(
             "muon-clipping",
             "warning",
             path,
-            f"at stage {checker.stage} DeepSpeed 0.19.8 clips Muon's update, not the gradient",
-            "set gradient_clipping to 0",
+            f"at stage {checker.stage} DeepSpeed 0.19.8 clips Muon's update, not the gradient, and reports"
+            " the norm of that",
+            "set gradient_clipping to 0, or use dslaunch's `initialize`, which runs a Muon of its own",
         )
 
 

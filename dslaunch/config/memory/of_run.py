@@ -290,7 +290,7 @@ def cost_of(kind: str, params: Mapping[str, Any], device_type: str, *, ours: boo
         )
     if kind == "AdEMAMix":
         return OptimizerCost(state=12, temporary=8)
-    if kind == "Muon":  # matrices: a momentum, and under ZeRO its copy; the rest is Adam's
+    if kind == "Muon":  # of what is no matrix, which has Adam's states; matrices have a momentum alone
         return OptimizerCost(state=8, temporary=8)
     if kind == "Adafactor":
         return OptimizerCost(state=4, temporary=4, factored=True)

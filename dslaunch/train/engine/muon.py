@@ -16,8 +16,9 @@ from dslaunch.train.optimizers.muon import MatrixMomentum, Piece, build_muon
 # torch_adam and foreach choose among implementations, ns_method among two ways to the same.
 _KEYS = frozenset({
     "lr", "muon_lr", "adam_lr", "momentum", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode",
-    "ns_method", "foreach", "per_head_muon",
+    "ns_method", "foreach", "fp32_optimizer_states", "per_head_muon",
 })  # fmt: skip
+_ONLY = {"adam_w_mode": True, "fp32_optimizer_states": True, "per_head_muon": False}
 
 
 def take_muon(settings: dict[str, Any], model: torch.nn.Module) -> tuple[dict[str, Any], Any, str | None]:
@@ -31,7 +32,7 @@ def take_muon(settings: dict[str, Any], model: torch.nn.Module) -> tuple[dict[st
         return settings, None, None
     params = dict(settings["optimizer"].get("params") or {})
     for key, value in params.items():
-        if key not in _KEYS or (key == "adam_w_mode" and not value) or (key == "per_head_muon" and value):
+        if key not in _KEYS or value is not _ONLY.get(key, value):
             raise ConfigError(
                 f"optimizer.params.{key} {value!r}: dslaunch's Muon, which takes the place of DeepSpeed's "
                 "(docs/upstream.md, F11), has no such thing",

@@ -146,7 +146,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
      "optimizer.params.weight_decai"),
     ("an untested optimizer", {"optimizer": {"type": "SGD", "params": {"lr": 1}}}, "untested-optimizer", "error",
      "optimizer.type"),
-    ("Muon at stage 3", {**zero(3, **SAVES), "optimizer": {"type": "Muon", "params": {}}}, "needs", "error",
+    ("Muon at stage 3", {**zero(3, **SAVES), "optimizer": {"type": "Muon", "params": {}}}, "muon-stage-3", "error",
      "optimizer.type"),
     ("Muon in 16 bit", {"bf16": {"enabled": True}, "gradient_clipping": 0.0, "optimizer": {"type": "Muon", "params": {}}},
      "muon-momentum", "warning", "optimizer.type"),

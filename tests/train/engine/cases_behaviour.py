@@ -92,6 +92,7 @@ def made_by_callable() -> list[Any]:
 
 def refusal_cases() -> dict[str, Case]:
     adafactor = {"type": "Adafactor", "params": {"lr": 0.1}}
+    muon = {"type": "Muon", "params": {"lr": 0.1}}
     autocast16 = {"enabled": True, "dtype": "float16"}
     return {
         "refused/both": lambda: refused(config(1, "fp16", bf16={"enabled": True})),
@@ -109,7 +110,13 @@ def refusal_cases() -> dict[str, Case]:
         "refused/norm": lambda: refused(config(2, zero_optimization={"compute_grad_norm": False})),
         "refused/check": lambda: refused(config(2, "bf16", bf16={"check_grad_overflow": False})),
         "refused/muon": lambda: refused(
-            config(2, clipping=1.0, optimizer={"type": "Muon", "params": {"lr": 0.1}})
+            config(2, optimizer={}), optimizer=functools.partial(torch.optim.Muon, lr=0.1)
+        ),
+        "refused/muon-offload": lambda: refused(
+            config(2, optimizer=muon, zero_optimization={"offload_optimizer": {"device": "cpu"}})
+        ),
+        "refused/muon-key": lambda: refused(
+            config(2, optimizer={**muon, "params": {"lr": 0.1, "per_head_muon": True}})
         ),
         "refused/path": lambda: refused("nowhere/ds.json"),  # type: ignore[arg-type]
     }

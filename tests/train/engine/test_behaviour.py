@@ -67,7 +67,9 @@ def test_token_counts_must_be_positive_and_one_per_window(two_ranks: CaseResults
         ("stage", "zero_optimization.stage is 5; it must be 0, 1, 2 or 3"),
         ("norm", "zero_optimization.compute_grad_norm is false"),
         ("check", "bf16.check_grad_overflow is false"),
-        ("muon", "Muon with gradient_clipping 1 at zero_optimization.stage 2"),
+        ("muon", "Muon as an optimizer of your own at zero_optimization.stage 2"),
+        ("muon-offload", "Muon with offload_optimizer cpu: its matrix products would run on the CPU"),
+        ("muon-key", "optimizer.params.per_head_muon True: dslaunch's Muon"),
         ("path", "cannot read the DeepSpeed config nowhere/ds.json: No such file or directory"),
     ],
 )
@@ -104,14 +106,12 @@ def test_the_tested_version_is_the_one_that_is_pinned() -> None:
 # The config alone, without ranks
 
 
-def test_muon_may_run_unclipped_and_its_norm_is_explained() -> None:
-    unclipped = {"gradient_clipping": 0.0, "zero_optimization": {"stage": 2}}
-    note = ds_config.check_muon(unclipped, "Muon")
-    assert note is not None and "grad_norm is that of its update" in note
-    assert ds_config.check_muon({**unclipped, "zero_optimization": {"stage": 0}}, "Muon") is None
-    assert ds_config.check_muon({**unclipped, "gradient_clipping": 1.0}, "AdamW") is None
-    with pytest.raises(ConfigError, match="Muon with gradient_clipping 1 at"):
-        ds_config.check_muon({**unclipped, "gradient_clipping": 1.0}, "Muon")
+def test_a_muon_of_ones_own_is_refused_under_zero_alone() -> None:
+    stage_2 = {"zero_optimization": {"stage": 2}}
+    with pytest.raises(ConfigError, match="Muon as an optimizer of your own at"):
+        ds_config.refuse_client_muon(stage_2, "Muon")
+    ds_config.refuse_client_muon({}, "Muon")
+    ds_config.refuse_client_muon(stage_2, "AdamW")
 
 
 def test_a_config_file_may_have_comments_but_no_key_twice(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def started(cell: Cell, plan: OptimizerPlan, **more: Any) -> Iterator[Engine]:
     model = Given(start(cell))
     groups = parameter_groups(model, plan).parameters
     with engine_for(
-        model, settings(cell), optimizer=build_optimizer(plan), model_parameters=groups, **more
+        model, settings(cell), optimizer=build_optimizer(plan, model), model_parameters=groups, **more
     ) as engine:
         yield engine
 

@@ -10,7 +10,9 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
+from dslaunch.train.optimizers import build_torch_optimizer, parameter_groups
 from tests.oracles.optimizers import course
 from tests.train.case_results import CaseResults
 from tests.train.optimizers.cells import BAD_STEP, CELLS, STEPS, Cell, applied_gradients, start
@@ -47,6 +49,37 @@ def test_every_update_is_the_papers(courses: CaseResults, cell: Cell) -> None:
     for step, (here, there) in enumerate(zip(found(courses, cell), expected(cell), strict=True)):
         # Weights are at most 2 and updates at most 0.4: fp32 rounds each of the seven to 1.2e-7.
         assert far(here, there) < 2e-6, f"step {step}"
+
+
+def test_muon_without_deepspeed() -> None:
+    """Engine torch: whole tensors, no shard to be told of. A stack of matrices is one by one."""
+    plan = next(cell.plan for cell in CELLS if cell.kind == "Muon")
+    generator = np.random.default_rng(3)
+    shapes = {"tall": (6, 4), "stack": (2, 3, 4), "embed": (4, 3), "bias": (4,)}
+    begin = {name: generator.normal(size=shape) for name, shape in shapes.items()}
+    steps = [{name: generator.normal(size=shape) for name, shape in shapes.items()} for _ in range(3)]
+    model = torch.nn.Module()
+    for name, values in begin.items():
+        model.register_parameter(name, torch.nn.Parameter(torch.tensor(values, dtype=torch.float32)))
+    optimizer = build_torch_optimizer(plan, model)(parameter_groups(model, plan).parameters)
+    for gradients in steps:
+        for name, p in model.named_parameters():
+            p.grad = torch.tensor(gradients[name], dtype=torch.float32)
+        optimizer.step()
+
+    def must(name: str, part: tuple[int, ...] = ()) -> np.ndarray:
+        return course("Muon", begin[name][part], [g[name][part] for g in steps], dict(plan.params))[-1]
+
+    adamw = {"lr": plan.params["adam_lr"]}
+    embed = course("AdamW", begin["embed"], [g["embed"] for g in steps], {**plan.params, **adamw})[-1]
+    right = {
+        "tall": must("tall"),
+        "stack": np.stack([must("stack", (i,)) for i in range(2)]),
+        "embed": embed,
+        "bias": must("bias"),
+    }
+    for name, p in model.named_parameters():
+        assert np.abs(p.detach().numpy() - right[name]).max() < 2e-6, name
 
 
 def test_upstream_skips_every_step_after_one_where_offloaded_sums_are_fp32(courses: CaseResults) -> None:
