@@ -4,8 +4,8 @@ ONE file, standard library only, Python 3.8 or newer, Linux: it is run by path
 (``python -I -S agent.py``) or sent over stdin to a host that has no dslaunch.
 That it must travel alone is why it is longer than our other files. From top to bottom: what a rank's
 output passes through (Log, Stream, Rank), the Agent with its loop (starting, reading, ends), then what is
-asked of the host (the run directory, ports and addresses, limits, devices, programs and processes), and
-how it all begins (``main``).
+asked of the host (the run directory, ports and addresses, limits, devices, programs and processes), the
+keeper, and how it all begins (``main``).
 
 Its stdin is JSON lines. The first is the orders::
 
@@ -36,6 +36,8 @@ USR1 and USR2 to this process go to the ranks: Slurm's ``--signal`` sends them h
 What is killed is only ever a child of this process: a rank that has not been
 reaped yet (with its process group, whose number is then still taken), or a
 process that lost its parent and was handed to us, their subreaper, by the kernel.
+Where this process is killed, the kernel kills the ranks and hands what they had started to our parent,
+the keeper, which does nothing but wait and then ends it. Where the keeper is killed, we stop the ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ CUDA_VARIABLE = b"CUDA_VISIBLE_DEVICES"
 AMD_VARIABLES = (b"HIP_VISIBLE_DEVICES", CUDA_VARIABLE, b"ROCR_VISIBLE_DEVICES")
 SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh", "busybox"}
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *PASSED_ON)
+REFUSED = 3  # exit code where nothing was started
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 def to_bytes(value: str) -> bytes:
@@ -237,6 +241,7 @@ class Agent:
         self.started = self.refused = False
         self.host_timeout_s: float = orders["host_timeout_s"] or float("inf")
         self.heard_at = self.beat_at = time.monotonic()
+        self.keeper = os.getppid()
         self.oom_kills_before = oom_kills()
 
     # --- what is said -------------------------------------------------------------------------
@@ -392,6 +397,7 @@ class Agent:
             return
         if not data:
             self.unregister(0)
+            self.heed_signal()  # sshd closes it because the keeper was killed: that is to be told
             self.begin_stop(self.orders["failure_grace_s"])
             return
         self.feed(data)
@@ -452,6 +458,8 @@ class Agent:
     def heed_signal(self) -> None:
         while self.to_pass_on:
             self.signal_ranks(self.to_pass_on.pop(0))
+        if os.getppid() != self.keeper:
+            self.stop_signal = signal.SIGKILL
         if self.stop_signal and not self.stopping:
             self.send("stop_asked", signal=self.stop_signal)
             self.begin_stop(self.orders["checkpoint_grace_s"])
@@ -1052,6 +1060,79 @@ def kill_group(pid: int) -> None:
             pass
 
 
+# --- the keeper -------------------------------------------------------------------------------------
+
+
+def go_below(*, ends_orphans: bool) -> None:
+    """Fork and go on as the child; the parent becomes its keeper, and ends with its exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no end of a child is told
+    heeded = {number for number in HEEDED if signal.getsignal(number) != signal.SIG_IGN}  # nohup
+    heeded |= {signal.SIGCHLD, signal.SIGCONT, signal.SIGQUIT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, heeded)
+    me = os.getpid()
+    child = os.fork()
+    if child > 0:
+        prctl(PR_SET_NAME, b"dslaunch-keeper")  # `pkill python` is not meant for us
+        os.close(0)
+        code = keep(child, heeded)
+        if ends_orphans and code not in (0, REFUSED):
+            end_children()
+        os._exit(code)
+    os.setsid()  # whoever signals the keeper's group does not mean us: it passes that on
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != me:  # it died before the line above
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def keep(child: int, heeded: set[signal.Signals]) -> int:
+    """Pass signals on to ``child`` until it ends; its exit code, 128+n for a signal. QUIT kills it."""
+    while True:
+        number = signal.sigwaitinfo(heeded).si_signo
+        if number != signal.SIGCHLD:
+            send_signal(child, signal.SIGKILL if number == signal.SIGQUIT else number)
+            continue
+        status = reap_all().get(child)
+        if status is None:
+            continue
+        if not os.WIFSIGNALED(status):
+            return os.WEXITSTATUS(status)
+        os.write(2, b"the agent was killed by signal %d\n" % os.WTERMSIG(status))
+        return 128 + os.WTERMSIG(status)
+
+
+def reap_all() -> dict[int, int]:
+    """The status of each child that has ended since the last call, by process id."""
+    ended: dict[int, int] = {}
+    try:
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return ended
+            ended[pid] = status
+    except ChildProcessError:
+        return ended
+
+
+def end_children() -> None:
+    """KILL all that the agent has left: it was handed to us, and so were the children of what we kill."""
+    deadline = time.monotonic() + UNKILLABLE_S
+    while time.monotonic() < deadline:
+        reap_all()
+        children = own_children()
+        if not children:
+            return
+        for pid in children:
+            send_signal(pid, signal.SIGKILL)
+        signal.sigtimedwait({signal.SIGCHLD}, TICK_S)
+
+
+def prctl(option: int, value: int | bytes) -> int:
+    argument = value if isinstance(value, bytes) else ctypes.c_ulong(value)
+    result: int = ctypes.CDLL(None).prctl(option, argument)
+    return result
+
+
 # --- the beginning ----------------------------------------------------------------------------------
 
 
@@ -1074,16 +1155,20 @@ def wake_on_signals(agent: Agent) -> int:
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *PASSED_ON):
+    for number in HEEDED:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, agent.note_signal)
     return read_fd
 
 
 def main() -> int:
-    orders, rest = read_orders()
-    if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1)) != 0:
+    if own_children():  # of a login script that ran in this process before us: not ours to end
+        go_below(ends_orphans=False)
+    if prctl(PR_SET_CHILD_SUBREAPER, 1) != 0:
         sys.exit("dslaunch agent: cannot become a subreaper; Linux 3.4 or newer is needed")
+    go_below(ends_orphans=True)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # not inherited
+    orders, rest = read_orders()
     os.set_blocking(1, False)
     agent = Agent(orders, rest)
     wake_fd = wake_on_signals(agent)
@@ -1101,7 +1186,7 @@ def main() -> int:
         agent.refuse(refusal)
     agent.serve(wake_fd)
     agent.finish()
-    return 3 if agent.refused else 0
+    return REFUSED if agent.refused else 0
 
 
 if __name__ == "__main__":

@@ -17,11 +17,13 @@ from typing import Any
 from dslaunch.core.command import Command
 from dslaunch.core.errors import EnvironmentNotReady
 from dslaunch.core.topology import Host
+from dslaunch.launch.agent import UNKILLABLE_S
 
 _CHUNK = 65536
 _KEEP_STDERR = 8192
 _KEEP_NOISE = 1024
 _DRAIN_S = 0.2  # for the last of it to come
+_KEEPER_S = UNKILLABLE_S + 5.0
 _ACK_EVERY = 1 << 16  # bytes of output written before an agent is told
 
 
@@ -160,28 +162,26 @@ class AgentLink:
         self.process.send_signal(signal.SIGCONT)  # nothing, where it has ended
 
     def kill(self) -> None:
-        """KILL the agent, whose ranks the kernel then kills, and the ranks' process groups.
+        """KILL the agent, whose ranks the kernel then kills, and what else they have started.
 
         Of what leads to another host (a wrapper around ssh, an mpirun) all that it has started here too:
         it may hold our pipes open, and would try the host for minutes.
         """
-        if self.is_local:
-            self.process.kill()
-        else:
+        self.groups, groups = set(), self.groups
+        if not self.is_local:
             self.was_killed = self.process.poll() is None
             kill_with_descendants(self.process)
-        self.process.wait()
-        self.kill_groups()
-
-    def kill_groups(self) -> None:
-        """KILL what the ranks of a dead agent started. Call it at once: group numbers get used again.
-
-        Of another machine nothing can be killed from here: the agent there stops its ranks by itself.
-        """
-        for group in self.groups if self.is_local else ():
+            self.process.wait()
+            return
+        self.process.send_signal(signal.SIGQUIT)  # its keeper kills it, and all that is left of the ranks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self.process.wait(_KEEPER_S) >= 0:
+                return
+        self.process.kill()
+        for group in groups:  # at once: these numbers get used again
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
-        self.groups.clear()
+        self.process.wait()
 
     def flush(self) -> None:
         """Hand over what waits, as far as the pipe takes it. Never blocks."""

@@ -311,6 +311,7 @@ def describe_lost_agent(link: AgentLink) -> str:
     # An account that lets nobody in says so on stdout.
     words = said(link.stderr, 1000) or ("" if link.said_hello else said(link.noise, 1000))
     if link.is_local:
+        code, words = (128 - code, "") if code > 128 else (code, words)  # as its keeper tells a signal
         return f"the agent on {link.host.name} {describe_code(code)}" + (f": {words}" if words else "")
     if not words and link.was_killed:  # by us: its code says nothing, and the client had not seen an end
         return f"the agent on {link.host.name} ended, or the connection to it did"

@@ -249,9 +249,8 @@ class _Launch:
 
     def _on_leftover(self, link: AgentLink, event: dict[str, Any]) -> None:
         self.leftovers += 1
-        stopped_by_us = self.cause.cancelled_by is not None or self.cause.first_failure is not None
         self.events.write("leftover", host=link.host.name, pid=event["pid"], program=event["name"])
-        if not stopped_by_us and self.leftovers <= _LEFTOVERS_SHOWN:
+        if not self.cause.is_known and self.leftovers <= _LEFTOVERS_SHOWN:
             process = f"process {event['pid']} ({event['name']}) on {link.host.name}"
             self._say(f"{process} outlived its rank; stopped")
 

@@ -15,6 +15,17 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 60.0
+# A rank's daemon, in a session of its own and without a parent. It is up when this is through.
+DETACH = """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        touch(f'daemon-{rank}')
+        os.execvp('sleep', ['sleep', '300'])
+    os._exit(0)
+os.wait()
+while not os.path.exists(f'daemon-{rank}'): time.sleep(0.01)
+"""
 _MARK = "DSLAUNCH_TEST_ID"
 
 
@@ -102,12 +113,15 @@ class Launched:
 
     def agent_pid(self) -> int:
         """The process id of the agent, once a rank has been started."""
-        rank_pid = wait_until(lambda: self.events("rank_start"), "a rank is up")[0]["pid"]
-        return int(Path(f"/proc/{rank_pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return parent_of(wait_until(lambda: self.events("rank_start"), "a rank is up")[0]["pid"])
 
     def nothing_left(self) -> None:
         """Fails where a process of this launch still lives."""
         wait_until(lambda: not self.alive(), f"processes {self.alive()} left behind", 15.0)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def rank_pid(rank: int, mark: bytes) -> int:

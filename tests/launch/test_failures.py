@@ -16,7 +16,7 @@ from dslaunch.core.topology import local_topology
 from dslaunch.launch.supervisor import supervise
 from dslaunch.launch.verdict import Outcome
 from tests.launch.conftest import Launch
-from tests.launch.launching import python
+from tests.launch.launching import DETACH, parent_of, python
 
 SLEEP = "time.sleep(300)\n"
 
@@ -89,17 +89,7 @@ def test_ranks_that_ignore_term_and_fork_are_killed(launch: Launch, tmp_path: Pa
 
 
 def test_a_daemon_does_not_outlive_the_launch(launch: Launch, tmp_path: Path) -> None:
-    double_fork = (
-        "if os.fork() == 0:\n"
-        "    os.setsid()\n"
-        "    if os.fork() == 0:\n"
-        "        touch(f'daemon-{rank}')\n"
-        "        os.execvp('sleep', ['sleep', '300'])\n"
-        "    os._exit(0)\n"
-        "os.wait()\n"
-        "while not os.path.exists(f'daemon-{rank}'): time.sleep(0.01)\n"
-    )
-    launched = launch(python(double_fork))
+    launched = launch(python(DETACH))
     code, _, err = launched.wait()
     assert code == 0
     assert launched.alive() == []
@@ -263,11 +253,22 @@ def test_a_file_that_is_no_program(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_the_agent_itself_is_killed(launch: Launch) -> None:
-    code = "subprocess.Popen(['sleep', '300']); touch(f'ready-{rank}')\n" + SLEEP
+    code = DETACH + "subprocess.Popen(['sleep', '300']); touch(f'ready-{rank}')\n" + SLEEP
     launched = launch(python(code))
     launched.wait_for_files(launched.run_dir.parent, "ready-0", "ready-1")
     os.kill(launched.agent_pid(), signal.SIGKILL)
     exit_code, _, err = launched.wait()
     assert exit_code == 77
     assert "the agent on localhost was killed by signal 9" in err
+    launched.nothing_left()
+
+
+def test_the_agents_keeper_is_killed(launch: Launch) -> None:
+    code = DETACH + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); touch(f'ready-{rank}')\n" + SLEEP
+    launched = launch(python(code))
+    launched.wait_for_files(launched.run_dir.parent, "ready-0", "ready-1")
+    os.kill(parent_of(launched.agent_pid()), signal.SIGKILL)
+    exit_code, _, err = launched.wait()
+    assert exit_code == 75  # they had the time to write a checkpoint
+    assert "SIGKILL to the agent on localhost: ranks were asked to stop" in err
     launched.nothing_left()

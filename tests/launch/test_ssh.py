@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import Launched, python, rank_pid, wait_until
+from tests.launch.launching import DETACH, Launched, parent_of, python, rank_pid, wait_until
 from tests.testbed.hosts import Testbed
 
 pytestmark = pytest.mark.needs("root", "sshd", "namespaces")
@@ -81,9 +81,13 @@ def test_each_rank_has_its_place_and_the_address_of_rank_0(bed: Testbed, over: O
 
 
 def test_login_noise_does_no_harm(bed: Testbed, over: Over) -> None:
-    bed.bashrc("node2", "echo welcome; echo '{\"event\": 1}'; echo careful >&2; printf 'no newline'")
+    daemon = "sleep 299 >/dev/null 2>&1 </dev/null &"
+    noise = "echo welcome; echo '{\"event\": 1}'; echo careful >&2; printf 'no newline'"
+    bed.bashrc("node2", f"{daemon}\n{noise}")
     try:
         code, _, err = over("print('here')").wait()
+        # Of the login that found the host to be up, and of ours: not for us to end.
+        assert bed.programs("node2") == ["sleep 299"] * 2
     finally:
         bed.bashrc("node2", "")
     assert code == 0, err
@@ -115,6 +119,16 @@ def test_a_killed_rank_is_named_and_ends_all(bed: Testbed, over: Over) -> None:
     assert "rank 1 on node2 failed first: it was killed by signal 9 (SIGKILL" in err
     assert launched.events("rank_exit")[0]["rank"] == 1
     assert time.monotonic() - killed_at < 30  # no collective tells the others: only we do
+
+
+def test_the_agent_on_a_host_is_killed(bed: Testbed, over: Over) -> None:
+    launched = over(DETACH + WAIT)
+    up(0, 1, 2)
+    os.kill(parent_of(pid_of(launched, 1)), signal.SIGKILL)
+    code, _, err = launched.wait()
+    assert code == 77
+    assert "dslaunch: the connection to node2 ended: the agent was killed by signal 9; its ranks" in err
+    nothing_left(bed)
 
 
 def test_an_exception_on_one_host(bed: Testbed, over: Over) -> None:
@@ -199,7 +213,7 @@ def test_a_launcher_that_watches_hosts_is_not_put_to_sleep(bed: Testbed, over: O
 
 
 def test_a_killed_launcher_leaves_nothing(bed: Testbed, over: Over) -> None:
-    launched = over("signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAIT)
+    launched = over(DETACH + "signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAIT)
     up(0, 1, 2)
     assert all(bed.programs(name) for name in bed.names)
     launched.process.kill()
