@@ -1,20 +1,19 @@
 """Launching on several hosts: `dslaunch launch` beside the `deepspeed` command and torchrun, in one run.
 
-    python benchmarks/launch.py [--hosts 3] [--rounds 3] [--json]
+    python benchmarks/launch.py [--hosts 3] [--rounds 1] [--patience 60] [--only FAULT ...] [--json]
 
 Real ssh hosts in network namespaces of this machine (tests/testbed; needs root, sshd and pdsh).
-Each launcher starts a script that imports nothing on one rank of each host. Seconds, medians over
-the rounds:
+Each launcher starts a script on one rank of each host. Seconds, medians over the rounds:
 
     started       from the command to the last rank's first line
     ended         from the command to its end, for a script that only prints
-    kill a rank   from SIGKILL of rank 1, while no rank communicates, to the launcher's end
-    Ctrl-C        from SIGINT of the launcher to its end
-    kill it       nothing to time: how many of the ranks live on 10 s after SIGKILL of the launcher
 
-with the exit code, and what is left on the hosts 2 s after the end. `> N` is a launcher that had
-not ended after N seconds. Exit code 1 where dslaunch takes more than a third of deepspeed's time
-to start the ranks, or leaves anything behind.
+and for each fault the seconds from it to the launcher's end, its exit code, and how many processes
+are left on the hosts 2 s after that (of a cut cable: 10 s). `> 60` is a launcher that had not ended after
+`--patience` seconds; what is left is counted then. Ranks only sleep, except for `in a collective`, where
+they call all_reduce (gloo) without end. Exit code 1 where dslaunch takes more than a third of deepspeed's
+time to start
+the ranks, does not end, or leaves anything behind.
 """
 
 from __future__ import annotations
@@ -39,12 +38,26 @@ sys.path.insert(0, str(ROOT))
 
 from tests.testbed.hosts import Testbed  # noqa: E402
 
-PATIENCE_S = 40.0
+START_S = 180.0  # for all ranks to be up, on a busy machine
 SCRIPT = """\
 import os, sys, time
-open(os.path.join(sys.argv[1], 'up-' + os.environ['RANK']), 'w').write(str(os.getpid()))
-print('rank', os.environ['RANK'], flush=True)
-time.sleep(float(sys.argv[2]))
+folder, seconds, talks = sys.argv[1], float(sys.argv[2]), sys.argv[3] == 'talks'
+rank = os.environ['RANK']
+if talks:
+    os.environ.setdefault('GLOO_SOCKET_IFNAME', 'eth0')
+    import torch
+    torch.distributed.init_process_group('gloo')
+    torch.distributed.all_reduce(torch.ones(1))
+open(os.path.join(folder, 'up-' + rank), 'w').write(str(os.getpid()))
+print('rank', rank, flush=True)
+end = time.monotonic() + seconds
+while time.monotonic() < end:
+    if talks:
+        torch.distributed.all_reduce(torch.ones(1 << 16))
+    elif os.path.exists(os.path.join(folder, 'raise-' + rank)):
+        raise ValueError('on purpose')
+    else:
+        time.sleep(0.05)
 """
 
 
@@ -54,47 +67,46 @@ class Case:
 
     bed: Testbed
     folder: Path
+    patience_s: float
 
-    def words(self, launcher: str, seconds: float) -> list[str]:
-        script = [str(self.folder / "script.py"), str(self.folder), str(seconds)]
+    def words(self, launcher: str, seconds: float, talks: bool) -> list[str]:
+        script = [str(self.folder / "script.py"), str(self.folder), str(seconds), "talks" if talks else "-"]
         hostfile = str(self.folder / "hosts")
         if launcher == "dslaunch":
-            run = ["-m", "dslaunch", "launch", "--hostfile", hostfile, "--gpu", "cpu"]
-            return [
-                sys.executable,
-                *run,
-                "--run-dir",
-                str(self.folder / "run"),
-                "--",
-                sys.executable,
-                *script,
-            ]
+            flags = ["--hostfile", hostfile, "--gpu", "cpu", "--run-dir", str(self.folder / "run")]
+            return [sys.executable, "-m", "dslaunch", "launch", *flags, "--", sys.executable, *script]
         if launcher == "deepspeed":
-            return [
-                shutil.which("deepspeed") or "deepspeed",
-                "--hostfile",
-                hostfile,
-                "--no_local_rank",
-                *script,
-            ]
+            program = shutil.which("deepspeed") or "deepspeed"
+            return [program, "--hostfile", hostfile, "--no_local_rank", *script]
         return ["bash", str(self.folder / "torchrun.sh"), *script]
 
-    def start(self, launcher: str, seconds: float) -> subprocess.Popen[bytes]:
-        for old in self.folder.glob("up-*"):
+    def start(self, launcher: str, seconds: float, *, talks: bool = False) -> subprocess.Popen[bytes]:
+        for old in (*self.folder.glob("up-*"), *self.folder.glob("raise-*")):
             old.unlink()
         shutil.rmtree(self.folder / "run", ignore_errors=True)
         log = (self.folder / "log").open("wb")
         with log:
             return subprocess.Popen(
-                [*self.bed.hub(), *self.words(launcher, seconds)], env=environment(),
+                [*self.bed.hub(), *self.words(launcher, seconds, talks)], env=environment(),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
-    def ranks(self) -> list[Path]:
-        return list(self.folder.glob("up-*"))
-
     def wait_for_ranks(self, process: subprocess.Popen[bytes]) -> None:
-        wait(lambda: len(self.ranks()) == len(self.bed.names), PATIENCE_S * 3, process, self.folder / "log")
+        deadline = time.monotonic() + START_S
+        while len(list(self.folder.glob("up-*"))) < len(self.bed.names):
+            if time.monotonic() > deadline or process.poll() not in (None, 0):
+                said = (self.folder / "log").read_text(errors="replace")[-3000:]
+                sys.exit(f"the ranks did not start:\n{said}")
+            time.sleep(0.01)
+
+    def until_end(self, process: subprocess.Popen[bytes]) -> float | None:
+        """Seconds from now to its end; None where it outlives our patience."""
+        begin = time.monotonic()
+        try:
+            process.wait(self.patience_s)
+        except subprocess.TimeoutExpired:
+            return None
+        return time.monotonic() - begin
 
     def left(self) -> int:
         return sum(len(self.bed.programs(name)) for name in self.bed.names)
@@ -121,7 +133,7 @@ def environment() -> dict[str, str]:
 
 def torchrun_script(bed: Testbed) -> str:
     """What people write to start torchrun on every host."""
-    lines = ["trap 'kill $(jobs -p)' EXIT INT TERM"]
+    lines = ["trap 'kill $(jobs -p)' EXIT INT TERM HUP"]
     for rank, name in enumerate(bed.names):
         python = f"env DS_ACCELERATOR=cpu {sys.executable} -m torch.distributed.run"
         flags = f"--nnodes={len(bed.names)} --nproc-per-node=1 --node-rank={rank}"
@@ -130,49 +142,7 @@ def torchrun_script(bed: Testbed) -> str:
     return "\n".join([*lines, "wait -n; code=$?; exit $code", ""])
 
 
-def wait(done: Callable[[], bool], limit_s: float, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + limit_s
-    while not done():
-        if time.monotonic() > deadline or process.poll() not in (None, 0):
-            sys.exit(f"the ranks did not start:\n{log.read_text(errors='replace')[-3000:]}")
-        time.sleep(0.01)
-
-
-def until_end(process: subprocess.Popen[bytes]) -> float | None:
-    """Seconds from now to its end; None where it outlives our patience."""
-    begin = time.monotonic()
-    try:
-        process.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        return None
-    return time.monotonic() - begin
-
-
-def measure(case: Case, launcher: str) -> dict[str, object]:
-    begin = time.monotonic()
-    process = case.start(launcher, 0)
-    case.wait_for_ranks(process)
-    found: dict[str, object] = {"started": time.monotonic() - begin}
-    ended = until_end(process)
-    found["ended"] = None if ended is None else time.monotonic() - begin
-    case.clear(process)
-    for name, fault in (("kill a rank", kill_rank), ("Ctrl-C", interrupt)):
-        process = case.start(launcher, 600)
-        case.wait_for_ranks(process)
-        time.sleep(1)
-        fault(case, process)
-        found[name] = until_end(process)
-        found[f"{name}: exit code"] = process.returncode
-        time.sleep(2)
-        found[f"{name}: left"] = case.left()
-        case.clear(process)
-    process = case.start(launcher, 600)
-    case.wait_for_ranks(process)
-    process.kill()  # the launcher itself: the words before it exec it
-    time.sleep(10)
-    found["kill it: left"] = case.left()
-    case.clear(process)
-    return found
+# --- faults -----------------------------------------------------------------------------------------
 
 
 def kill_rank(case: Case, process: subprocess.Popen[bytes]) -> None:
@@ -182,8 +152,90 @@ def kill_rank(case: Case, process: subprocess.Popen[bytes]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def interrupt(case: Case, process: subprocess.Popen[bytes]) -> None:
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+def fail(case: Case, process: subprocess.Popen[bytes]) -> None:
+    (case.folder / "raise-1").touch()
+
+
+def cut(case: Case, process: subprocess.Popen[bytes]) -> None:
+    case.bed.cut(case.bed.names[1])
+
+
+def plug(case: Case) -> None:
+    case.bed.plug(case.bed.names[1])
+
+
+def power_off(case: Case, process: subprocess.Popen[bytes]) -> None:
+    case.bed.power_off(case.bed.names[-1])
+
+
+def power_on(case: Case) -> None:
+    case.bed.boot(case.bed.names[-1])
+    case.bed.wait_until_up(case.bed.names[-1])
+
+
+def signal_group(number: int) -> Callable[[Case, subprocess.Popen[bytes]], None]:
+    """As a terminal does."""
+    return lambda case, process: os.killpg(process.pid, number)
+
+
+def signal_launcher(number: int) -> Callable[[Case, subprocess.Popen[bytes]], None]:
+    return lambda case, process: process.send_signal(number)  # the words before it exec it
+
+
+@dataclass
+class Fault:
+    do: Callable[[Case, subprocess.Popen[bytes]], None]
+    talks: bool = False  # ranks are in collectives
+    undo: Callable[[Case], None] | None = None
+    look_after_s: float = 2.0
+
+
+FAULTS = {
+    "SIGKILL of a rank": Fault(kill_rank),
+    "SIGKILL in a collective": Fault(kill_rank, talks=True),
+    "exception": Fault(fail),
+    "cable cut": Fault(cut, undo=plug, look_after_s=10.0),
+    "power off": Fault(power_off, undo=power_on),
+    "Ctrl-C": Fault(signal_group(signal.SIGINT)),
+    "TERM": Fault(signal_launcher(signal.SIGTERM)),
+    "HUP": Fault(signal_group(signal.SIGHUP)),
+    "KILL of the launcher": Fault(signal_launcher(signal.SIGKILL), look_after_s=10.0),
+}
+
+
+def measure_start(case: Case, launcher: str) -> dict[str, object]:
+    begin = time.monotonic()
+    process = case.start(launcher, 0)
+    case.wait_for_ranks(process)
+    started = time.monotonic() - begin
+    ended = case.until_end(process)
+    case.clear(process)
+    return {"started": started, "ended": None if ended is None else started + ended}
+
+
+def measure_fault(case: Case, launcher: str, fault: Fault) -> dict[str, object]:
+    process = case.start(launcher, 600, talks=fault.talks)
+    try:
+        case.wait_for_ranks(process)
+        time.sleep(1)
+        fault.do(case, process)
+        seconds = case.until_end(process)
+        code = process.poll()
+        time.sleep(fault.look_after_s)
+        return {"seconds": seconds, "exit code": code, "left": case.left()}
+    finally:
+        case.clear(process)
+        if fault.undo is not None:
+            fault.undo(case)
+
+
+def measure(case: Case, launcher: str, faults: list[str]) -> dict[str, object]:
+    found = measure_start(case, launcher)
+    for name in faults:
+        for key, value in measure_fault(case, launcher, FAULTS[name]).items():
+            found[f"{name}: {key}"] = value
+        print(f"{launcher}: {name}", file=sys.stderr, flush=True)
+    return found
 
 
 def main() -> int:
@@ -191,10 +243,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--only", nargs="*", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows: dict[str, list[dict[str, object]]] = {"dslaunch": [], "deepspeed": [], "torchrun": []}
+    loads = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="launch-") as name:
         folder = Path(name)
         (folder / "bed").mkdir()
@@ -204,26 +259,34 @@ def main() -> int:
             (folder / "torchrun.sh").write_text(torchrun_script(bed))
             for _ in range(arguments.rounds):
                 for launcher in rows:
-                    rows[launcher].append(measure(Case(bed, folder), launcher))
-    return report(rows, arguments.json)
+                    rows[launcher].append(
+                        measure(Case(bed, folder, arguments.patience), launcher, arguments.only)
+                    )
+                    loads.append(os.getloadavg()[0])
+    return report(rows, loads, arguments)
 
 
-def report(rows: dict[str, list[dict[str, object]]], as_json: bool) -> int:
+def report(
+    rows: dict[str, list[dict[str, object]]], loads: list[float], arguments: argparse.Namespace
+) -> int:
     table = {
         launcher: {key: middle([r[key] for r in rounds]) for key in rounds[0]}
         for launcher, rounds in rows.items()
     }
-    if as_json:
-        print(json.dumps({"schema_version": 1, "rounds": rows, "medians": table}, indent=2))
+    machine = f"{os.cpu_count()} cores, load {min(loads):.1f} to {max(loads):.1f}"
+    if arguments.json:
+        whole = {"schema_version": 1, "machine": machine, "rounds": rows, "medians": table}
+        print(json.dumps(whole, indent=2))
     else:
+        print(machine)
+        print(f"{'':34}" + "".join(f"{launcher:>12}" for launcher in table))
         for key in table["dslaunch"]:
-            print(
-                f"{key:24}"
-                + "".join(f"{launcher} {shown(row[key]):>10}   " for launcher, row in table.items())
-            )
+            cells = (shown(row[key], key, arguments.patience) for row in table.values())
+            print(f"{key:34}" + "".join(f"{cell:>12}" for cell in cells))
     ours, theirs = table["dslaunch"], table["deepspeed"]
     slow = float(str(ours["started"])) > float(str(theirs["started"])) / 3
-    return int(slow or any(ours[key] for key in ours if key.endswith("left")))
+    hangs = any(value is None for value in ours.values())
+    return int(slow or hangs or any(ours[key] for key in ours if key.endswith("left")))
 
 
 def middle(values: list[object]) -> object:
@@ -231,9 +294,9 @@ def middle(values: list[object]) -> object:
     return statistics.median(numbers) if len(numbers) == len(values) else None
 
 
-def shown(value: object) -> str:
+def shown(value: object, key: str, patience_s: float) -> str:
     if value is None:
-        return f"> {PATIENCE_S:g}"
+        return "-" if key.endswith("code") else f"> {patience_s:g}"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 

@@ -73,7 +73,7 @@ def _is_program(word: str) -> bool:
 @click.command(cls=_WithCommand, name="launch")
 @click.argument("run_file", required=False, metavar="[RUN.yaml]")
 @click.option("--plan", "plan_file", metavar="FILE", help="A plan.json of a run directory, not a run file.")
-@options.set_option
+@options.launch_set_option
 @options.cluster_options
 @options.master_options
 @click.option(
@@ -173,8 +173,6 @@ def _check_request(request: LaunchRequest, ctx: click.Context) -> None:
         raise error
     if request.local_rank_arg and request.command is None:
         raise click.UsageError("--local-rank-arg is for a command after `--`: our trainer needs none")
-    if request.run_file is None and request.set_:
-        raise click.UsageError("--set changes a run file, and there is none here")
     devices = (request.gpu, request.inventory)
     ways = (request.via, request.container)
     hosts = (request.hostfile, request.include, request.exclude, request.num_nodes, *devices, *ways)

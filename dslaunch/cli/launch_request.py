@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dslaunch.core.errors import ConfigError
@@ -278,7 +278,17 @@ def _with_flags(launch: LaunchPlan, request: LaunchRequest) -> LaunchPlan:
         master_addr=request.master_addr or launch.master_addr,
         master_port=request.master_port or launch.master_port,
         max_restarts=launch.max_restarts if request.max_restarts is None else request.max_restarts,
+        **_grace_times(request),
     )
+
+
+def _grace_times(request: LaunchRequest) -> dict[str, Any]:
+    """What ``--set`` says of a command or a recorded plan; with a run file it was heeded there."""
+    if request.run_file is not None or not request.set_:
+        return {}
+    from dslaunch.config.load import load_grace_times
+
+    return load_grace_times(request.set_)
 
 
 def _bytes(text: str) -> bytes:

@@ -68,6 +68,14 @@ container_option = click.option(
 set_option = click.option(
     "--set", "set_", multiple=True, metavar="KEY=VALUE", help="Set a key of the run file (repeatable)."
 )
+launch_set_option = click.option(
+    "--set",
+    "set_",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Set a key of the run file (repeatable); for a command: launch.failure_grace_s,"
+    " launch.checkpoint_grace_s, launch.host_timeout_s.",
+)
 template_option = click.option(
     "--template", metavar="FILE", help="Render the DeepSpeed JSON from this Jinja file."
 )

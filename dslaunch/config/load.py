@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 import types
@@ -13,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from dslaunch.config.overrides import Override, put_flag, put_override
+from dslaunch.config.overrides import SET, Override, parse_override, put_flag, put_override
 from dslaunch.config.problems import (
     RepairedNumber,
     explain_errors,
@@ -22,12 +23,14 @@ from dslaunch.config.problems import (
     set_value,
     to_number,
 )
-from dslaunch.config.spec import RunSpec
+from dslaunch.config.spec import CommandSpec, RunSpec
 from dslaunch.config.spec_engine import EngineSpec
+from dslaunch.config.spec_parts import Section
 from dslaunch.config.yaml_tree import Tree, key_text, parse_yaml
 from dslaunch.core.errors import ConfigError, ConfigErrors
 
-S = TypeVar("S", bound=EngineSpec)
+S = TypeVar("S", bound=Section)
+GRACE_TIMES = ("failure_grace_s", "checkpoint_grace_s", "host_timeout_s")
 _BOM = "\ufeff"
 
 
@@ -114,6 +117,25 @@ def load_flags(overrides: Sequence[str] = (), flags: Sequence[Override] = ()) ->
     return _load(EngineSpec, Tree(), overrides, flags, Path.cwd())
 
 
+def load_grace_times(overrides: Sequence[str]) -> dict[str, float]:
+    """``--set launch.failure_grace_s=10`` and the like, for a launch without a run file; by the last part.
+
+    Raises ConfigError(s) for any other key and for a value that it may not have.
+    """
+    allowed = [f"launch.{name}" for name in GRACE_TIMES]
+    given = [key_text(parse_override(text)[0]) for text in overrides]
+    if other := [key for key in given if key not in allowed]:
+        near = difflib.get_close_matches(other[0], allowed, n=1)
+        raise ConfigError(
+            f"{SET} {other[0]}: without a run file only {', '.join(allowed)} are set so",
+            hint=f"did you mean {near[0]}?"
+            if near
+            else "`dslaunch launch --help` lists the flags for the rest",
+        )
+    launch = _load(CommandSpec, Tree(), overrides, (), Path.cwd()).spec.launch
+    return {name: float(getattr(launch, name)) for name in GRACE_TIMES if f"launch.{name}" in given}
+
+
 def _read(path: Path) -> str:
     try:
         data = path.read_bytes()
@@ -141,8 +163,6 @@ def decode(data: bytes, name: str) -> str:
 
 
 def _nearest_file(path: Path) -> str | None:
-    import difflib
-
     parent = path.parent
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent

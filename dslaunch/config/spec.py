@@ -150,6 +150,12 @@ class LaunchSpec(Section):
     )
 
 
+class CommandSpec(Section):
+    """What ``--set`` may say where there is no run file; of ``launch`` the keys without a flag alone."""
+
+    launch: LaunchSpec = Field(default_factory=dict, validate_default=True)
+
+
 class OutputSpec(Section):
     """What is written, and how often. Counts are optimizer steps."""
 

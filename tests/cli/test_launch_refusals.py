@@ -29,7 +29,15 @@ from tests.cli.launching import HELLO, dslaunch, error_of, record
         (("--run-dir", "r", "--resume"), "no plan at"),
         (("--",), "there is no command to run"),
         (("--", ""), "there is no command to run"),
-        (("--set", "seed=1", "--", "true"), "--set changes a run file"),
+        (
+            ("--num-gpus-per-node", "1", "--set", "seed=1", "--", "true"),
+            "without a run file only",
+        ),
+        (
+            ("--num-gpus-per-node", "1", "--set", "launch.failure_grace=1", "--", "true"),
+            "did you mean launch.failure_grace_s?",
+        ),
+        (("--num-gpus-per-node", "1", "--set", "launch.host_timeout_s=0", "--", "true"), "0 is not > 0"),
         (("--hostfile", "h", "--", "true"), "hostfile not found"),
         (("--via", "pigeon", "--", "true"), "is not one of auto, local, ssh"),
         (("--num-gpus-per-node", "0", "--", "true"), "at least 1"),
