@@ -120,7 +120,8 @@ def _on_hosts(plan: RunPlan, hostfile: str | None, via: str | None) -> RunPlan:
         return here
     needed = plan.launch.topology.world_size
     local = needed if via == "local" and hostfile is None else None
-    ranks = choose_ranks(LaunchRequest(hostfile=hostfile, via=via, num_gpus_per_node=local))
+    device = "cpu" if plan.launch.device_type == "cpu" and hostfile is not None else None
+    ranks = choose_ranks(LaunchRequest(hostfile=hostfile, via=via, num_gpus_per_node=local, gpu=device))
     if ranks.topology.world_size != needed:
         raise ConfigError(
             f"a step is replayed by as many ranks as the run had, {needed}, and there are"

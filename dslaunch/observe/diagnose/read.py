@@ -31,6 +31,13 @@ _NOT_FINITE = {
     "loss_nan",
 }  # what a replay can explain
 _RANK_IN_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
+_OWN_LOOP = (
+    "there is no metrics.jsonl: this is what the engine told of a loop of your own, without losses and norms"
+)
+_QUIET_LOOP = (
+    "an engine in a loop of your own tells events.jsonl of skipped steps, moves of the scale and verdicts: there "
+    "were none; losses are in what your script printed"
+)
 _FP16_KEYS = (
     "loss_scale_window",
     "hysteresis",
@@ -182,21 +189,31 @@ def _read_log(path: str, story: Story, notes: list[str]) -> tuple[str, int]:
 
 
 def _read_directory(path: Path, story: Story, notes: list[str]) -> list[tuple[str, int]]:
-    """A run directory: its metrics and events; else the logs of its ranks."""
+    """A run directory: its metrics and events; else, of a loop of one's own, what its engine told in
+    events.jsonl; else the logs of its ranks."""
     run = RunDir(path)
     # Without DeepSpeed (engine torch) there is no JSON for it, and the plan has the same section.
     source = run.ds_config if run.ds_config.exists() else run.plan
     for name, value in _config_settings(source).items():
         story.settings.setdefault(name, Setting(value, "log", f"{source.name} names it"))
-    if run.metrics.exists():
+    if run.metrics.exists() or _tells_of_steps(run.events):
+        if not run.metrics.exists():
+            notes.append(_OWN_LOOP)
         return _read_run(run, story)
     logs = sorted(run.logs.glob("rank-*.log"), key=lambda log: int(re.sub(r"\D", "", log.stem) or 0))
     if not logs:
         raise ConfigError(
-            f"{path} holds neither metrics.jsonl nor logs/rank-N.log",
-            hint="give a run directory, or the log files themselves",
+            f"{path} holds neither metrics.jsonl nor logs/rank-N.log, and no events.jsonl that tells of steps",
+            hint=_QUIET_LOOP if run.events.exists() else "give a run directory, or the log files themselves",
         )
     return [_read_log(str(log), story, notes) for log in logs]
+
+
+def _tells_of_steps(events: Path) -> bool:
+    """Whether a skipped step, a move of the scale or a verdict is in it."""
+    if not events.exists():
+        return False
+    return any(_record(row, number) is not None for _, _, number, row in _rows(events, {events: 0}))
 
 
 def _config_settings(path: Path) -> dict[str, float]:

@@ -293,8 +293,13 @@ class Story:
             self._loss(record.loss, record, file)
         if record.norm is not None:
             self._norms(record, file)
-        if record.scale is not None:
+        if record.scale is not None and not self._is_before_overflow(record):
             self._observe_scale(record.scale, self.clock - (record.name == "scale used"))
+
+    def _is_before_overflow(self, record: Record) -> bool:
+        """Whether its scale is that of an overflow that has been read already: no growth back to it."""
+        used = record.name == "scale used" and bool(self.overflows)
+        return used and self.overflows[-1].step == record.step
 
     def add_plain(self, columns: Mapping[str, list[Any]], place: Callable[[int], Place]) -> None:
         """Lines of numbers in which nothing happens, with the effect of :meth:`add` for each.

@@ -122,7 +122,17 @@ def test_noise_of_any_kind(tmp_path: Path) -> None:
             pass
 
 
-def test_a_run_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ticks", ["none", "all", 0, 1, 2])
+def test_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ticks: str | int) -> None:
+    """The two files are put in order by time, and what was written within a millisecond has one time."""
+    draw, now = random.Random(ticks), 0
+
+    def clock() -> str:
+        nonlocal now
+        now += ticks == "all" or (ticks != "none" and draw.random() < 0.5)
+        return f"2026-11-30T00:00:00.{now:03d}Z"
+
+    monkeypatch.setattr("dslaunch.core.events.utc_now", clock)
     metrics, events = JsonlWriter(tmp_path / "metrics.jsonl"), JsonlWriter(tmp_path / "events.jsonl")
     (tmp_path / "ds_config.json").write_text(json.dumps({"fp16": {"enabled": True, "loss_scale_window": 10}}))
     events.write("train_start", step=0, total_steps=30)
@@ -143,6 +153,38 @@ def test_a_run_directory(tmp_path: Path) -> None:
     assert names(found) == ["loss_nan", "warm_up_descent"]
     assert found.verdicts[0].evidence[0].step == 26
     json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_what_the_engine_told_of_a_loop_of_ones_own(tmp_path: Path) -> None:
+    """``initialize(..., run_dir=DIR)`` leaves events.jsonl there, and no metrics.jsonl."""
+    events = JsonlWriter(tmp_path / "events.jsonl")
+    for step in range(1, 7):
+        events.write("step_skipped", step=step, reason="non-finite gradient", ranks=[1], loss_scale=1.0,
+                     next_loss_scale=1.0)  # fmt: skip
+    events.write("verdict", step=6, verdict="persistent skipping", message="6 steps in a row were skipped")
+    events.close()
+    found = diagnose([str(tmp_path)])
+    assert names(found)[0] == "persistent_skipping" and found.is_wrong
+    assert (found.first_step, found.last_step, found.num_skipped) == (1, 6, 6)
+    assert "of a loop of your own, without losses and norms" in found.notes[0]
+
+
+def test_a_loop_of_ones_own_that_told_nothing(tmp_path: Path) -> None:
+    JsonlWriter(tmp_path / "events.jsonl").close()
+    with pytest.raises(ConfigError, match=r"and no events.jsonl that tells of steps") as error:
+        diagnose([str(tmp_path)])
+    assert error.value.hint is not None and "what your script printed" in error.value.hint
+
+
+def test_the_launch_of_a_command_is_read_from_its_logs(tmp_path: Path) -> None:
+    """Its events.jsonl tells of ranks, not of steps."""
+    events = JsonlWriter(tmp_path / "events.jsonl")
+    events.write("launch_start", world_size=1)
+    events.close()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").write_text("step 1 loss 2.5\nstep 2 loss nan\n")
+    found = diagnose([str(tmp_path)])
+    assert (names(found), found.num_losses, found.notes) == (["loss_nan"], 2, ())
 
 
 def test_a_run_names_its_growths_and_its_hysteresis(tmp_path: Path) -> None:

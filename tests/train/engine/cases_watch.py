@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dslaunch.observe.diagnose.read import diagnose
 from dslaunch.train.engine import Diverged, Engine
 from tests.train.rank_cases import (
     RANK,
@@ -97,10 +98,13 @@ def with_files() -> dict[str, Any]:
     files = {path.name for path in (folder / "mine").iterdir()}
     diagnosis = json.loads((folder / "mine" / "diagnosis.json").read_text())
     kinds = [json.loads(line)["kind"] for line in (folder / "mine" / "events.jsonl").read_text().splitlines()]
+    diagnosed = diagnose([str(folder / "mine")]).to_json()
     torch.distributed.barrier()
     if RANK == 0:
         shutil.rmtree(folder)
-    return {**result, "files": sorted(files), "kinds": kinds, "diagnosis": diagnosis}
+    return {
+        **result, "files": sorted(files), "kinds": kinds, "diagnosis": diagnosis, "diagnosed": diagnosed,
+    }  # fmt: skip
 
 
 def all_cases() -> dict[str, Case]:

@@ -93,6 +93,7 @@ def test_at_minimum_leaves_a_diagnosis_and_the_events(two_ranks: CaseResults) ->
     assert (diagnosis["kind"], diagnosis["verdict"]) == ("at minimum", error["message"])
     assert "bf16" in diagnosis["advice"]
     assert [step["next_loss_scale"] for step in diagnosis["steps"]] == [2]
+    assert result["diagnosed"]["verdicts"][0]["name"] == "at_minimum"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
