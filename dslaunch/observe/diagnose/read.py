@@ -35,8 +35,8 @@ _OWN_LOOP = (
     "there is no metrics.jsonl: this is what the engine told of a loop of your own, without losses and norms"
 )
 _QUIET_LOOP = (
-    "an engine in a loop of your own tells events.jsonl of skipped steps, moves of the scale and verdicts: there "
-    "were none; losses are in what your script printed"
+    "an engine in a loop of your own tells events.jsonl of skipped steps, moves of the scale and verdicts: "
+    "there were none; losses are in what your script printed"
 )
 _FP16_KEYS = (
     "loss_scale_window",
@@ -203,7 +203,7 @@ def _read_directory(path: Path, story: Story, notes: list[str]) -> list[tuple[st
     logs = sorted(run.logs.glob("rank-*.log"), key=lambda log: int(re.sub(r"\D", "", log.stem) or 0))
     if not logs:
         raise ConfigError(
-            f"{path} holds neither metrics.jsonl nor logs/rank-N.log, and no events.jsonl that tells of steps",
+            f"{path} holds neither metrics.jsonl nor logs/rank-N.log, and no events.jsonl tells of steps",
             hint=_QUIET_LOOP if run.events.exists() else "give a run directory, or the log files themselves",
         )
     return [_read_log(str(log), story, notes) for log in logs]

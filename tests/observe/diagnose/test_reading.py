@@ -171,7 +171,7 @@ def test_what_the_engine_told_of_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 def test_a_loop_of_ones_own_that_told_nothing(tmp_path: Path) -> None:
     JsonlWriter(tmp_path / "events.jsonl").close()
-    with pytest.raises(ConfigError, match=r"and no events.jsonl that tells of steps") as error:
+    with pytest.raises(ConfigError, match=r"and no events.jsonl tells of steps") as error:
         diagnose([str(tmp_path)])
     assert error.value.hint is not None and "what your script printed" in error.value.hint
 
