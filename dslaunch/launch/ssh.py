@@ -54,7 +54,10 @@ def build_command(host: Host, stdin: bytes, within: Sequence[str] = ()) -> Comma
 def check_client(environ: Mapping[str, str]) -> None:
     """Raises EnvironmentNotReady where there is no ssh to start."""
     if shutil.which("ssh", path=environ.get("PATH", os.defpath)) is None:
-        raise EnvironmentNotReady("no ssh in PATH; nothing was started", hint="install an OpenSSH client")
+        raise EnvironmentNotReady(
+            "no ssh in PATH; nothing was started",
+            hint="install an OpenSSH client; without one there are --via openmpi and mpich, and slurm in a job",
+        )
 
 
 def quoted(word: str) -> str:

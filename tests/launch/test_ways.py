@@ -76,11 +76,12 @@ def test_an_address_that_others_find_is_never_a_loopback(monkeypatch: pytest.Mon
 def test_without_a_client_nothing_is_started_and_it_is_said_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("n1.invalid slots=1\nn2.invalid slots=1\n")
     path = str(Path(sys.executable).parent)
+    install = {"ssh": "an OpenSSH client; without one there are --via openmpi", "pdsh": "pdsh"}
     for way, program in (("auto", "ssh"), ("pdsh", "pdsh")):  # of the MPIs: test_mpi.py
         options = ("--hostfile", "hosts", "--gpu", "cpu", "--via", way)
         done = dslaunch(*options, command=("--", "true"), cwd=tmp_path, PATH=path)
         assert f"no {program} in PATH; nothing was started" in error_of(done, 3)
-        assert "hint: " in done.stderr
+        assert f"hint: install {install[program]}" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["hosts"]
 
 
