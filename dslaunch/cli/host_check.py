@@ -1,11 +1,15 @@
-"""What keeps a run from starting here for want of host memory."""
+"""What keeps a run from starting here for want of host memory, and what it was to take of it."""
 
 from __future__ import annotations
 
 import dataclasses
+import signal
 from typing import TYPE_CHECKING
 
+import click
+
 if TYPE_CHECKING:
+    from dslaunch.config.memory.setup import Setup
     from dslaunch.core.plan import RunPlan
 
 
@@ -28,6 +32,27 @@ def check_host_memory(plan: RunPlan) -> None:
     )
 
 
+def say_what_was_planned(plan: RunPlan, exit_code: int) -> None:
+    """One more line of the last block where a rank was killed: often for want of memory."""
+    if exit_code == 128 + signal.SIGKILL and (words := host_memory_in_words(plan)) is not None:
+        click.echo(f"  planned      {words}", err=True)  # also with -q, as the block is
+
+
+def host_memory_in_words(plan: RunPlan) -> str | None:
+    """What the memory plan says of the fullest host; None where the model's sizes are not known."""
+    setup = _setup_of(plan)
+    if setup is None:
+        return None
+    from dslaunch.config.memory.items import ON_DISK
+    from dslaunch.config.memory.planner import plan_memory
+
+    memory = plan_memory(setup, None)
+    away = [item for item in memory.host if item.name.endswith("(offloaded)") and ON_DISK not in item.when]
+    of_it = f", {sum(item.size for item in away) / 2**30:.2f} GiB of it offloaded" if away else ""
+    peak = f"{memory.host_peak_bytes / 2**30:.2f} GiB of memory on the fullest host"
+    return f"{peak} when {memory.host_phase}{of_it}; dslaunch plan shows the sum"
+
+
 def _offered_bytes() -> int | None:
     from dslaunch.core.host_memory import local_memory_bytes
 
@@ -44,17 +69,22 @@ def _certain_bytes(plan: RunPlan) -> int:
     offloads = [zero.get(part) for part in ("offload_optimizer", "offload_param")]
     if not ranks or (plan.launch.device_type != "cpu" and not any(offloads)):
         return 0
+    from dslaunch.config.memory.planner import resting_on_host
+
+    setup = _setup_of(plan)
+    return 0 if setup is None else resting_on_host(dataclasses.replace(setup, ranks_per_host=sum(ranks)))
+
+
+def _setup_of(plan: RunPlan) -> Setup | None:
     from dslaunch.cli.plan_memory import local_model
     from dslaunch.config.memory.model import load_model_facts
     from dslaunch.config.memory.of_run import setup_of_run
-    from dslaunch.config.memory.planner import resting_on_host
     from dslaunch.core.errors import ConfigError
 
     path = local_model(plan.model.kind, plan.model.path, plan.model.revision)
     if path is None:
-        return 0
+        return None
     try:
-        setup = setup_of_run(plan, load_model_facts(path))
+        return setup_of_run(plan, load_model_facts(path))
     except ConfigError:  # the worker's to tell, with all that it knows
-        return 0
-    return resting_on_host(dataclasses.replace(setup, ranks_per_host=sum(ranks)))
+        return None

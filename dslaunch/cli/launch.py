@@ -190,6 +190,7 @@ def _check_request(request: LaunchRequest, ctx: click.Context) -> None:
 
 
 def _run(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> int:
+    from dslaunch.cli.host_check import say_what_was_planned
     from dslaunch.cli.launch_request import claim_run_dir, rank_plan
     from dslaunch.core.plan import RunPlan
     from dslaunch.launch.restarts import supervise_with_restarts
@@ -210,6 +211,8 @@ def _run(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> int:
         click.echo(json.dumps(_outcome_json(outcome, plan.launch)))
     if outcome.exit_code == 0 and isinstance(plan, RunPlan):
         _say_what_is_next(plan)
+    elif isinstance(plan, RunPlan):
+        say_what_was_planned(plan, outcome.exit_code)
     return outcome.exit_code
 
 

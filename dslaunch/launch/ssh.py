@@ -56,7 +56,7 @@ def check_client(environ: Mapping[str, str]) -> None:
     if shutil.which("ssh", path=environ.get("PATH", os.defpath)) is None:
         raise EnvironmentNotReady(
             "no ssh in PATH; nothing was started",
-            hint="install an OpenSSH client; without one there are --via openmpi and mpich, and slurm in a job",
+            hint="install an OpenSSH client; without one there are --via openmpi, mpich, and slurm in a job",
         )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from dslaunch.cli.host_check import host_memory_in_words
 from dslaunch.cli.main import main
+from dslaunch.core.plan import load_run_plan
 from tests.support.tiny import make_tiny_model_dir
 
 RUN = """\
@@ -51,6 +54,25 @@ def test_what_cannot_fit_is_refused_before_anything_is_there(
     assert "this host cannot hold what the ranks keep between two steps: 7" in err
     assert "nothing was started" in err
     assert not (here / "runs").exists()
+
+
+def test_a_killed_rank_is_told_what_the_plan_takes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    killed = here / "killed"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
+    offload = "zero_optimization: {stage: 2, offload_optimizer: cpu}\nlaunch: {python: ./killed}\n"
+    (here / "run.yaml").write_text(RUN.replace("zero_optimization: {stage: 2}\n", offload))
+    assert main(["launch", "run.yaml"]) == 137
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(
+        r"  planned      \d+\.\d\d GiB of memory on the fullest host when \w+, 0\.00 GiB of it offloaded;"
+        r" dslaunch plan shows the sum",
+        last,
+    )
+    make_it_huge(here / "model")
+    (plan,) = here.glob("runs/*/plan.json")
+    words = host_memory_in_words(load_run_plan(plan))
+    assert words is not None and "GiB of it offloaded" in words and "0.00 GiB" not in words
 
 
 def test_what_fits_is_let_pass(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
