@@ -239,7 +239,10 @@ def _resolve_precision(
     spec: EngineSpec, hosts: ResolvedHosts, facts: Facts, report: Report
 ) -> Precision | None:
     with report.catching("precision"):
-        chosen = resolve_precision(spec.precision, hosts.groups)
+        emulated = isinstance(spec, RunSpec) and spec.allow_emulated_fp16
+        chosen = resolve_precision(spec.precision, hosts.groups, allow_emulated_fp16=emulated)
+        if chosen.reason.startswith("emulated"):
+            report.reason("precision", chosen.reason, report.loaded.positions["precision"])
         if spec.precision == "auto":
             report.reason("precision", chosen.reason)
             report.note(f"precision {chosen.value}: {chosen.reason}")

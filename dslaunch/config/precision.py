@@ -21,11 +21,13 @@ class ChosenPrecision:
     notes: tuple[str, ...] = ()
 
 
-def resolve_precision(asked: str, groups: Sequence[DeviceGroup] | None) -> ChosenPrecision:
+def resolve_precision(
+    asked: str, groups: Sequence[DeviceGroup] | None, *, allow_emulated_fp16: bool = False
+) -> ChosenPrecision:
     """``asked``: auto, bf16, fp16 or fp32. ``groups``: every kind of device in the run; None: unknown.
 
     Raises ConfigError for ``auto`` without devices, and for fp16 on a CPU that
-    has no instructions for it (torch would emulate it).
+    has no instructions for it, unless it may be emulated.
     """
     if asked == "auto":
         if groups is None:
@@ -34,9 +36,18 @@ def resolve_precision(asked: str, groups: Sequence[DeviceGroup] | None) -> Chose
                 hint="name them with --gpu (cluster.gpu), such as --gpu a100, or set precision",
             )
         return _choose(groups)
+    emulated = asked == "fp16" and any(_has_no_fp16(group.device) for group in groups or ())
+    if emulated and not allow_emulated_fp16:
+        bf16 = all(group.device.bf16 == "yes" for group in groups or ())
+        raise ConfigError(
+            "precision fp16: this CPU has neither AVX512-FP16 nor AMX-FP16, so DeepSpeed refuses it",
+            hint=f"use precision {'bf16' if bf16 else 'fp32'}, or auto; for tests and debugging a run file"
+            " may set allow_emulated_fp16: true",
+        )
     notes = tuple(note for group in groups or () for note in _check(asked, group))
     value: Precision = "bf16" if asked == "bf16" else "fp16" if asked == "fp16" else "fp32"
-    return ChosenPrecision(value, "as asked for", tuple(dict.fromkeys(notes)))
+    reason = "emulated on the CPU (allow_emulated_fp16): right, but slow" if emulated else "as asked for"
+    return ChosenPrecision(value, reason, tuple(dict.fromkeys(notes)))
 
 
 def communication_data_type(precision: Precision, devices: Sequence[Device] | None) -> str | None:
@@ -113,13 +124,14 @@ def _choose(groups: Sequence[DeviceGroup]) -> ChosenPrecision:
     return ChosenPrecision("fp32", f"{weak} computes well in neither bf16 nor fp16")
 
 
+def _has_no_fp16(device: Device) -> bool:
+    return device.name == CPU_NAME and device.fp16 != "yes"
+
+
 def _check(asked: str, group: DeviceGroup) -> list[str]:
     device = group.device
-    if asked == "fp16" and device.name == CPU_NAME and device.fp16 != "yes":
-        raise ConfigError(
-            "precision fp16: this CPU has neither AVX512-FP16 nor AMX-FP16, so DeepSpeed refuses it",
-            hint=f"use precision {'bf16' if device.bf16 == 'yes' else 'fp32'}, or auto",
-        )
+    if asked == "fp16" and _has_no_fp16(device):
+        return ["fp16 is emulated on this CPU: right, but slow; for tests and debugging only"]
     support = {"bf16": device.bf16, "fp16": device.fp16}.get(asked, "yes")
     if asked == "fp16" and support == "slow":
         return [

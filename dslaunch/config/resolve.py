@@ -97,6 +97,7 @@ def resolve_into(
         fp32_modules=loaded.spec.fp32_modules,
         neftune_noise_alpha=None if noise is None else float(noise),
         watch=WatchPlan(**dict(loaded.spec.watch)),
+        allow_emulated_fp16=loaded.spec.allow_emulated_fp16,
         allow_untested_deepspeed=loaded.spec.allow_untested_deepspeed,
         launch=parts.launch(engine[1], run_dir=run_dir, cwd=cwd, python=interpreter),
         ds_config=ds_config,

@@ -46,6 +46,7 @@ ORDER = [
     "cluster",
     "launch",
     "watch",
+    "allow_emulated_fp16",
     "allow_untested_deepspeed",
     "output",
     "deepspeed_template",

@@ -194,6 +194,14 @@ class WatchSpec(Section):
         description="Steps one after the other with loss exactly 0, or with the very same gradient norm,"
         " after which a warning is written.",
     )
+    saw_tooth_falls: PositiveInt = Field(
+        2,
+        description="Falls of the loss scale after a growth until the saw-tooth is called normal, once.",
+    )
+    saw_tooth_max_skipped_fraction: Fraction = Field(
+        0.1,
+        description="Skipped steps among all since the descent, above which it is not called normal.",
+    )
     on_nonfinite: Literal["stop", "trace"] = Field(
         "stop",
         description="Where a run ends for a loss or gradient that is not finite, its last step is kept for"
@@ -244,6 +252,11 @@ class RunSpec(EngineSpec):
     )
     watch: WatchSpec = Field(
         default_factory=dict, validate_default=True, description="When to stop a run that gets nowhere."
+    )
+    allow_emulated_fp16: bool = Field(
+        False,
+        description="Run precision fp16 on CPUs that have no instructions for it: right, but slow; for tests"
+        " and debugging.",
     )
     allow_untested_deepspeed: Text | None = Field(
         None,

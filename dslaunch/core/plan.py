@@ -257,6 +257,8 @@ class WatchPlan:
     max_skipped_in_a_row: int = 50
     max_nonfinite_losses_in_a_row: int = 1
     max_unchanged_in_a_row: int = 5
+    saw_tooth_falls: int = 2  # of the scale after a growth, until they are called normal
+    saw_tooth_max_skipped_fraction: float = 0.1  # of all steps since the descent, up to which they are
     on_nonfinite: Literal["stop", "trace"] = "stop"
     detect_anomaly: bool = False  # ask autograd as well, when tracing
 
@@ -287,6 +289,7 @@ class RunPlan:
     engine: EngineKind = "deepspeed"
     torch_autocast: tuple[str, ...] | None = None  # on where not None: lower_precision_safe_modules
     watch: WatchPlan = field(default_factory=WatchPlan)
+    allow_emulated_fp16: bool = False  # on CPUs without instructions for it
     allow_untested_deepspeed: str | None = None
     fp32_modules: tuple[str, ...] = ()  # patterns of modules that stay in fp32 under bf16 and fp16
     neftune_noise_alpha: float | None = None

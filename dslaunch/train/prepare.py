@@ -124,7 +124,7 @@ def build_job(
     """
     loaded = load(plan, world, inputs.tokenizer)
     _check_contexts(loaded, inputs, world)
-    engine = start_engine(plan, world, loaded, inputs.schedule.total_steps)
+    engine = start_engine(plan, world, loaded, inputs.schedule.total_steps, report)
     if plan.data.packing:
         say(world, "checking that packed samples do not see each other")
         check_packing_isolation(engine.module, len(inputs.tokenizer), engine.device)
@@ -164,11 +164,22 @@ def load(plan: RunPlan, world: World, tokenizer: Any) -> LoadedModel:
     return loaded
 
 
-def start_engine(plan: RunPlan, world: World, loaded: LoadedModel, total_steps: int) -> TrainingEngine:
-    """The engine around a loaded model. Collective. Raises DslaunchErrors of the engine."""
+def start_engine(
+    plan: RunPlan, world: World, loaded: LoadedModel, total_steps: int, report: Report | None = None
+) -> TrainingEngine:
+    """The engine around a loaded model. Collective. Raises DslaunchErrors of the engine.
+
+    What it has to say at its start goes to stderr, and to ``report`` as events.
+    """
+
+    def on_note(text: str) -> None:
+        say(world, f"note: {text}")
+        if report is not None:
+            report.event("note", message=text)
+
     say(world, _engine_in_words(plan))
     with loaded.fp32.admitted() if loaded.fp32 is not None else contextlib.nullcontext():
-        engine = _build_engine(plan, loaded, total_steps, world)
+        engine = _build_engine(plan, loaded, total_steps, world, on_note)
     if loaded.fp32 is not None:
         loaded.fp32.check_forward(engine.module, world.device)
     return engine
@@ -273,7 +284,9 @@ def _engine_in_words(plan: RunPlan) -> str:
     return f"starting torch without DeepSpeed: {computes}, {plan.batch.world_size} ranks with the whole model"
 
 
-def _build_engine(plan: RunPlan, loaded: LoadedModel, total_steps: int, world: World) -> TrainingEngine:
+def _build_engine(
+    plan: RunPlan, loaded: LoadedModel, total_steps: int, world: World, on_note: Callable[[str], None]
+) -> TrainingEngine:
     scheduler = build_scheduler_factory(plan.scheduler, total_steps)
     groups = parameter_groups(loaded.model, plan.optimizer)
     for line in groups.notes:
@@ -292,7 +305,8 @@ def _build_engine(plan: RunPlan, loaded: LoadedModel, total_steps: int, world: W
             lambda _: make(groups.parameters),
             scheduler,
             world.device,
-            on_note=lambda text: say(world, f"note: {text}"),
+            allow_emulated_fp16=plan.allow_emulated_fp16,
+            on_note=on_note,
         )
     fp32 = loaded.fp32
     return initialize(
@@ -301,7 +315,8 @@ def _build_engine(plan: RunPlan, loaded: LoadedModel, total_steps: int, world: W
         optimizer=build_optimizer(plan.optimizer, loaded.model),
         lr_scheduler=scheduler,
         model_parameters=groups.parameters if fp32 is None else fp32.groups(groups.parameters),
-        on_note=lambda text: say(world, f"note: {text}"),
+        on_note=on_note,
+        allow_emulated_fp16=plan.allow_emulated_fp16,
         allow_untested_deepspeed=plan.allow_untested_deepspeed,
         watch=None,  # the loop watches, whatever the engine
     )

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from dslaunch.train.engine import StepResult
 
 _KEPT = 200  # steps in the diagnosis
-_SAW_TOOTH = 2  # falls of the scale after a growth until they are called normal
-_RARE = 0.1  # share of skipped steps up to which they are
 
 OVERLAP_RACE = (
     "where zero_optimization.overlap_comm is on, a known race of DeepSpeed does this: turn it off; "
@@ -140,7 +138,9 @@ class Watch:
                 f"the first {_steps(self._skipped_in_a_row)} skipped, and the loss scale went from "
                 f"{self._start_scale:g} to {seen.loss_scale:g}: normal at the start of fp16",
             )
-        elif self._skipped_in_a_row and self._falls == _SAW_TOOTH and self._skips_are_rare():
+        elif (
+            self._skipped_in_a_row and self._falls == self._limits.saw_tooth_falls and self._skips_are_rare()
+        ):
             self._falls += 1  # said once
             self._verdict(
                 seen.step,
@@ -173,7 +173,8 @@ class Watch:
             )
 
     def _skips_are_rare(self) -> bool:
-        return self._skipped_later <= _RARE * (self._skipped_later + self._applied)
+        share = self._limits.saw_tooth_max_skipped_fraction
+        return self._skipped_later <= share * (self._skipped_later + self._applied)
 
     def _see_loss(self, seen: SeenStep, result: StepResult) -> None:
         if math.isfinite(result.loss):

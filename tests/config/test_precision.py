@@ -69,6 +69,10 @@ def test_fp16_on_a_cpu_without_instructions_is_refused(device: Device, hint: str
     with pytest.raises(ConfigError, match="neither AVX512-FP16 nor AMX-FP16") as caught:
         resolve_precision("fp16", [DeviceGroup(device)])
     assert f"precision {hint}" in (caught.value.hint or "")
+    assert "allow_emulated_fp16: true" in (caught.value.hint or "")
+    chosen = resolve_precision("fp16", [DeviceGroup(device)], allow_emulated_fp16=True)
+    assert (chosen.value, "emulated" in chosen.reason) == ("fp16", True)
+    assert chosen.notes == ("fp16 is emulated on this CPU: right, but slow; for tests and debugging only",)
 
 
 def test_fp16_on_a_cpu_that_has_it() -> None:

@@ -417,14 +417,27 @@ def test_a_watch_that_would_stop_the_descent_of_every_scale() -> None:
     assert plan_of(static).watch.max_skipped_in_a_row == 3
 
 
+def test_fp16_on_a_cpu_may_be_emulated_and_the_plan_says_so() -> None:
+    text = SMALL + "precision: fp16\ncluster: {gpu: cpu, num_gpus_per_node: 2}\n"
+    with pytest.raises(ConfigError, match="precision fp16: this CPU has neither") as caught:
+        plan_of(text)
+    assert "allow_emulated_fp16: true" in (caught.value.hint or "")
+    plan = plan_of(text + "allow_emulated_fp16: true\n")
+    assert plan.allow_emulated_fp16 and plan.fp16 is not None
+    assert plan.origins["precision"].reason.startswith("emulated on the CPU (allow_emulated_fp16)")
+    plan = plan_of(text + "allow_emulated_fp16: true\n", "precision=bf16")
+    assert plan.origins["precision"].reason != "emulated"
+
+
 def test_an_untested_deepspeed_is_allowed_by_name_and_watch_limits_reach_the_plan() -> None:
     text = SMALL
     assert plan_of(text).allow_untested_deepspeed is None
     plan = plan_of(
         text + "allow_untested_deepspeed: 0.20.1\nwatch: {max_nonfinite_losses_in_a_row: 2,"
-        " max_unchanged_in_a_row: 7}\n"
+        " max_unchanged_in_a_row: 7, saw_tooth_falls: 4, saw_tooth_max_skipped_fraction: 0.5}\n"
     )
     assert plan.allow_untested_deepspeed == "0.20.1"
     assert (plan.watch.max_nonfinite_losses_in_a_row, plan.watch.max_unchanged_in_a_row) == (2, 7)
+    assert (plan.watch.saw_tooth_falls, plan.watch.saw_tooth_max_skipped_fraction) == (4, 0.5)
     with pytest.raises(ConfigError, match="is a number, where text is meant"):
         plan_of(text + "allow_untested_deepspeed: 0.20\n")

@@ -277,7 +277,7 @@ def initialize(
     *,
     allow_emulated_fp16: bool = False,
     allow_untested_deepspeed: str | None = None,
-    watch: WatchPlan | Mapping[str, int] | None = _WATCH,
+    watch: WatchPlan | Mapping[str, float] | None = _WATCH,
     run_dir: str | Path | None = None,
     on_event: OnEvent | None = None,
     on_note: Note | None = None,
@@ -329,7 +329,7 @@ def initialize(
     watching = None
     if watch is not None and trains:
         watching = build_watch(
-            watch, precision=precision, rank=world.rank, run_dir=run_dir, on_event=on_event
+            watch, precision=precision, rank=world.rank, run_dir=run_dir, on_event=on_event, notes=notes
         )
     return Engine(ds, precision=precision, trains=trains, notes=tuple(notes), watch=watching)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ OnEvent = Callable[..., None]
 
 
 def build_watch(
-    limits: WatchPlan | Mapping[str, int],
+    limits: WatchPlan | Mapping[str, float],
     *,
     precision: str,
     rank: int,
     run_dir: str | Path | None,
     on_event: OnEvent | None,
+    notes: Sequence[str] = (),
 ) -> Watch:
     """A watch that tells rank 0's stderr, ``on_event`` of each rank, and with ``run_dir`` its files.
 
+    ``notes`` on the engine become its first events.
     Raises ConfigError for limits that are none, or a ``run_dir`` that cannot be made.
     """
     plan = limits if isinstance(limits, WatchPlan) else _read_limits(limits)
@@ -46,6 +48,9 @@ def build_watch(
         if on_event is not None:
             on_event(kind, **fields)
 
+    for note in notes:
+        tell("note", message=note)
+
     def say(text: str) -> None:
         if rank == 0:
             print(text, file=sys.stderr, flush=True)
@@ -53,13 +58,17 @@ def build_watch(
     return Watch(precision=precision, limits=plan, event=tell, say=say, diagnosis=diagnosis)
 
 
-def _read_limits(limits: Mapping[str, int]) -> WatchPlan:
-    names = [field.name for field in dataclasses.fields(WatchPlan) if field.type == "int"]
+def _read_limits(limits: Mapping[str, float]) -> WatchPlan:
+    kinds = {field.name: field.type for field in dataclasses.fields(WatchPlan)}
+    names = [name for name, kind in kinds.items() if kind in ("int", "float")]
     for name, value in limits.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
             raise ConfigError(f"watch.{name}: there is no such limit", hint=hint)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if kinds[name] == "float":
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ConfigError(f"watch.{name} is {value!r}; it must be a number from 0 to 1")
+        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"watch.{name} is {value!r}; it must be a whole number of at least 1")
-    return WatchPlan(**limits)
+    return WatchPlan(**limits)  # type: ignore[arg-type]

@@ -50,7 +50,8 @@ def permit_fp16(precision: str, allow_emulated_fp16: bool) -> str | None:
     if not allow_emulated_fp16:
         raise ConfigError(
             f"fp16 on this {get_accelerator().device_name()}: it has no fp16 instructions",
-            hint="use bf16 or fp32",
+            hint="use bf16 or fp32; allow_emulated_fp16, a run file's key and an argument of `initialize`, "
+            "emulates it for tests and debugging",
         )
     cures.permit_emulated_fp16()
     return "fp16 is emulated on this CPU: right, but slow; for tests and debugging only"
