@@ -31,6 +31,7 @@ from dslaunch.train.corpus import Corpus, build_corpus
 from dslaunch.train.data.context import check_context, row_width
 from dslaunch.train.data.dataset import TokenizingOptions, prepare_on_rank
 from dslaunch.train.data.isolation import check_packing_isolation
+from dslaunch.train.data.markers import marker_warning
 from dslaunch.train.data.sampler import BatchSchedule
 from dslaunch.train.dist import World, barrier
 from dslaunch.train.embedding_noise import EmbeddingNoise
@@ -77,6 +78,8 @@ def load_inputs(plan: RunPlan, world: World) -> Inputs:
     train = _load_corpus(plan, plan.data.train, "training", tokenizer, world)
     for line in unused_tokens(train.dataset, tokenizer, plan.model.new_tokens):
         say(world, f"warning: {line}")
+    if warning := marker_warning(train.dataset.report, tokenizer):
+        say(world, f"warning: {warning}")
     evaluation = _load_corpus(plan, plan.data.eval, "held-out", tokenizer, world) if plan.data.eval else None
     schedule = _build_schedule(plan, len(train))
     return Inputs(
