@@ -58,6 +58,8 @@ def command(
         memory, disk = plan_memory.memory_of_run(plan, loaded), disk_of_run(plan)
         report = {**plan_report(plan), "length": asdict(length), **plan_memory.memory_report(memory)}
         report["fp32_modules"] = memory.matched if memory else None
+        matches = plan_memory.matches(plan, memory, loaded) if memory else None
+        report["matches"] = matches
         report["disk"] = None if disk is None else disk.to_json()
         lines = verdict_lines(
             plan.precision,
@@ -69,6 +71,7 @@ def command(
         lines.insert(2, length_line(length))
         lines += ["", *plan_lines(plan, changed=changed), *length_lines(length)]
         lines += fp32_lines(memory.matched) if memory else []
+        lines += match_lines(matches) if matches else []
         lines += ["", *plan_memory.memory_lines(memory)] if memory else []
         if disk is not None:
             lines.append(disk_line(disk))
@@ -136,6 +139,13 @@ def fp32_lines(matched: Mapping[str, Sequence[str]]) -> list[str]:
     return [
         f"{'fp32_modules ' + pattern:<40} {count:<24}  {names}" for pattern, count, names in preview(matched)
     ]
+
+
+def match_lines(matches: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """What each target of the adapter and each pattern of the optimizer means, as lines of the plan."""
+    from dslaunch.config.memory.matches import match_rows
+
+    return [f"{key:<40} {count:<24}  {names}" for key, count, names in match_rows(dict(matches))]
 
 
 def dtypes_of(plan: RunPlan) -> dict[str, str]:

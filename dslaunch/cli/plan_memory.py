@@ -64,6 +64,18 @@ def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
     return replace(memory, matched=matched_modules(facts, plan.fp32_modules))
 
 
+def matches(plan: RunPlan, memory: Memory, loaded: LoadedSpec[Any]) -> Mapping[str, tuple[str, ...]]:
+    """What the adapter's targets and the optimizer's patterns mean. Raises ConfigError where one is wrong."""
+    from dslaunch.config.memory.matches import matches_of_run
+
+    setup = memory.setup
+    try:
+        return matches_of_run(setup.model, setup.trainable, plan.adapter, plan.optimizer)
+    except ConfigError as error:
+        where = loaded.where(error.message.partition(":")[0].partition(" ")[0])
+        raise ConfigError(f"{where}{error.message}", hint=error.hint) from None
+
+
 def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:
     """The parameters of the model that a spec names. Raises ConfigError where they are not here."""
     from dslaunch.config.zero import auto_keys

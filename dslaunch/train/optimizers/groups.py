@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 
-from dslaunch.core.errors import ConfigError
+from dslaunch.core.parameter_groups import match_groups, match_names
 from dslaunch.core.plan import OptimizerPlan
-
-_LORA_B = (".lora_B.", ".lora_embedding_B.")
 
 
 class Groups(NamedTuple):
@@ -64,24 +60,9 @@ def _keys(settings: _Settings, usual: _Settings, plan: OptimizerPlan) -> dict[st
 
 def _own_settings(names: Sequence[str], plan: OptimizerPlan) -> dict[str, tuple[float | None, float | None]]:
     """(lr, weight decay) of the parameters that have one of their own; None: the usual one."""
-    found: dict[str, tuple[float | None, float | None]] = {}
-    for index, group in enumerate(plan.groups):
-        for pattern in group.match:
-            matched = _matching(pattern, names, f"optimizer.groups[{index}].match")
-            fresh = [name for name in matched if name not in found]
-            if not fresh and not all(found[name] == (group.lr, group.weight_decay) for name in matched):
-                raise ConfigError(
-                    f"optimizer.groups[{index}].match {pattern!r}: an earlier group has all that it matches",
-                    hint="put the narrower pattern first",
-                )
-            found |= dict.fromkeys(fresh, (group.lr, group.weight_decay))
-    if plan.loraplus_lr_ratio is not None:
-        matched = [name for name in names if any(part in name for part in _LORA_B)]
-        if not matched:
-            raise ConfigError("optimizer.loraplus_lr_ratio: the adapter has no B matrices to train")
-        lr = plan.lr * plan.loraplus_lr_ratio
-        found |= {name: (lr, None) for name in matched if name not in found}
-    return found
+    return {
+        name: (match.lr, match.weight_decay) for match in match_groups(names, plan) for name in match.names
+    }
 
 
 def _undecayed(named: Sequence[tuple[str, torch.nn.Parameter]], plan: OptimizerPlan) -> set[str]:
@@ -90,16 +71,7 @@ def _undecayed(named: Sequence[tuple[str, torch.nn.Parameter]], plan: OptimizerP
     if plan.no_decay is None:
         # At ZeRO-3 the parameter itself is empty; its whole shape is beside it.
         return {name for name, p in named if len(getattr(p, "ds_shape", p.shape)) < 2}
-    return {name for pattern in plan.no_decay for name in _matching(pattern, names, "optimizer.no_decay")}
-
-
-def _matching(pattern: str, names: Sequence[str], key: str) -> list[str]:
-    matched = [name for name in names if fnmatchcase(name, pattern)]
-    if not matched:
-        near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-        hint = f"patterns are of whole names, such as {near[0]}" if near else None
-        raise ConfigError(f"{key} {pattern!r} matches no trained parameter", hint=hint)
-    return matched
+    return {name for pattern in plan.no_decay for name in match_names(pattern, names, "optimizer.no_decay")}
 
 
 def _note(
