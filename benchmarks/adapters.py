@@ -21,7 +21,19 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-KINDS = ("lora", "dora", "nf4", "nf4-single", "fp4", "on-disk", "rslora", "qdora", "int8", "int8-dora")
+KINDS = (
+    "lora",
+    "dora",
+    "nf4",
+    "nf4-single",
+    "fp4",
+    "on-disk",
+    "gguf",
+    "rslora",
+    "qdora",
+    "int8",
+    "int8-dora",
+)
 PRECISIONS = ("fp32", "bf16", "fp16")
 CELLS = [(kind, precision, stage) for kind in KINDS for precision in PRECISIONS for stage in range(4)]
 

@@ -96,3 +96,48 @@ def make_tiny_model_dir(
     model.save_pretrained(path, safe_serialization=True)
     tokenizer.save_pretrained(path)
     return path
+
+
+def make_tiny_gguf(path: Path, model_dir: Path) -> Path:
+    """Save the model and tokenizer of :func:`make_tiny_model_dir` as a .gguf file; returns ``path``.
+
+    Readers turn rows of q_proj and k_proj around, as files of real models have them otherwise.
+    """
+    import json
+
+    import gguf
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (kind.from_pretrained(model_dir) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    config = model.config
+    file = gguf.GGUFWriter(str(path), "llama")
+    file.add_context_length(config.max_position_embeddings)
+    file.add_embedding_length(config.hidden_size)
+    file.add_block_count(config.num_hidden_layers)
+    file.add_feed_forward_length(config.intermediate_size)
+    file.add_head_count(config.num_attention_heads)
+    file.add_head_count_kv(config.num_key_value_heads)
+    file.add_layer_norm_rms_eps(config.rms_norm_eps)
+    file.add_vocab_size(config.vocab_size)
+    file.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    vocabulary = tokenizer.get_vocab()
+    names = sorted(vocabulary, key=vocabulary.__getitem__)
+    file.add_tokenizer_model("gpt2")
+    file.add_tokenizer_pre("gpt-2")
+    file.add_token_list(names)
+    file.add_token_types([3 if name in (BOS, EOS, PAD, IM_START) else 1 for name in names])
+    core = json.loads(tokenizer.backend_tokenizer.to_str())
+    file.add_token_merges([" ".join(pair) for pair in core["model"]["merges"]])
+    file.add_bos_token_id(tokenizer.bos_token_id)
+    file.add_eos_token_id(tokenizer.eos_token_id)
+    file.add_pad_token_id(tokenizer.pad_token_id)
+    file.add_chat_template(tokenizer.chat_template)
+    called = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        module, _, part = name.rpartition(".")
+        file.add_tensor(f"{called.get_name(module)}.{part}", tensor.float().numpy())
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+    return path

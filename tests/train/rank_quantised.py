@@ -9,7 +9,7 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +22,12 @@ from dslaunch.config.memory.items import rest_size
 from dslaunch.config.memory.model import load_model_facts
 from dslaunch.config.memory.of_run import setup_of_run
 from dslaunch.config.memory.offload import rank_items
-from dslaunch.core.plan import AdapterPlan, OptimizerPlan, QuantizationPlan
+from dslaunch.core.plan import AdapterPlan, Fp16Plan, OptimizerPlan, QuantizationPlan
 from dslaunch.losses.sft import token_nll
 from dslaunch.train.adapters import add_adapter
 from dslaunch.train.checkpoint import load_checkpoint, save_checkpoint
-from dslaunch.train.engine import Engine
+from dslaunch.train.dist import init_world
+from dslaunch.train.engine import Engine, TorchEngine, TorchSettings, initialize_torch
 from dslaunch.train.model import DTYPES, load_base_model, load_model, load_tokenizer
 from dslaunch.train.quantization import dequantised, is_quantised
 from tests.support.plans import LORA, make_plan
@@ -42,7 +43,7 @@ RUNS: list[RunCell] = [
     ("fp4", "fp16", 1), ("on-disk", "fp32", 1), ("on-disk", "bf16", 3), ("int8", "fp32", 1),
     ("int8", "bf16", 2), ("int8", "fp16", 0), ("qdora", "bf16", 0), ("qdora", "fp16", 1),
     ("qdora", "fp32", 2), ("rslora", "bf16", 3), ("lora", "fp32", 1), ("lora", "bf16", 2),
-    ("lora", "fp16", 3), ("dora", "bf16", 1), ("dora", "fp16", 2), ("dora", "fp32", 3),
+    ("lora", "fp16", 3), ("dora", "bf16", 1), ("dora", "fp16", 2), ("dora", "fp32", 3), ("gguf", "bf16", 3),
 ]  # fmt: skip
 # The last number: stage3_param_persistence_threshold.
 MEMORY = [
@@ -50,6 +51,8 @@ MEMORY = [
     ("int8", "bf16", 2, 0),
 ]  # fmt: skip
 RESUMED: list[RunCell] = [("nf4", "bf16", 1), ("nf4", "fp16", 3), ("int8", "fp16", 2), ("qdora", "bf16", 2)]
+# Kind and precision with engine torch.
+TORCH_RUNS = [("nf4", "fp32"), ("nf4", "bf16"), ("nf4", "fp16"), ("int8", "bf16"), ("qdora", "fp32")]
 FOUR = QuantizationPlan(load_in_4bit=True)
 KINDS: dict[str, tuple[QuantizationPlan | None, AdapterPlan]] = {
     "lora": (None, LORA),
@@ -58,6 +61,7 @@ KINDS: dict[str, tuple[QuantizationPlan | None, AdapterPlan]] = {
     "nf4-single": (replace(FOUR, bnb_4bit_use_double_quant=False), LORA),
     "fp4": (replace(FOUR, bnb_4bit_quant_type="fp4"), LORA),
     "on-disk": (FOUR, LORA),
+    "gguf": (FOUR, LORA),
     "int8": (QuantizationPlan(load_in_8bit=True), LORA),
     "qdora": (FOUR, replace(LORA, type="dora")),
     "rslora": (FOUR, replace(LORA, use_rslora=True)),
@@ -80,13 +84,18 @@ def plan_of(kind: str, precision: str, stage: int, storage: str | None = None) -
         }
     if precision == "fp16":
         settings["fp16"]["initial_scale_power"] = 4  # more, and the tiny model overflows
-    return make_plan(
+    plan = make_plan(
         OUT, MODELS / ("on-disk" if kind == "on-disk" else "untied"), OUT, micro=1, accumulation=1,
         zero_stage=stage, precision=precision, adapter=adapter, ds_config=settings,
         model={
             "quantization_config": quantization and replace(quantization, bnb_4bit_quant_storage=storage)
         },
     )  # fmt: skip
+    if kind != "gguf":
+        return plan
+    # The tokenizer of a .gguf file has one name more, for what is unknown.
+    file = replace(plan.model, path=str(MODELS / "tiny.gguf"), kind="gguf", tokenizer=plan.model.path)
+    return replace(plan, model=file)
 
 
 @contextmanager
@@ -105,7 +114,7 @@ def samples(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.cat([ids[:, 1:], torch.full((1, 1), -100)], dim=1)
 
 
-def train(engine: Engine, first: int = 0, last: int = STEPS) -> list[list[float]]:
+def train(engine: Engine | TorchEngine, first: int = 0, last: int = STEPS) -> list[list[float]]:
     """[loss, norm] of each step."""
     records = []
     for step in range(first, last):
@@ -159,7 +168,7 @@ def away(found: Weights, expected: Weights, start: Weights) -> float:
     return math.sqrt(error / way)
 
 
-def codes(engine: Engine) -> list[int]:
+def codes(engine: Engine | TorchEngine) -> list[int]:
     """A sum over the bytes of each quantised weight that this rank holds."""
     found = []
     for parameter in engine.module.parameters():
@@ -200,6 +209,46 @@ def run_of(kind: str, precision: str, stage: int) -> dict[str, Any]:
         return found
     losses, weights = oracle(plan)
     return {**found, "expected": losses, "away": away(end, weights, start)}
+
+
+def run_without_deepspeed(kind: str, precision: str) -> dict[str, Any]:
+    """The same three steps with engine torch."""
+    plan = plan_of(kind, precision, 0)
+    plan = replace(plan, engine="torch", ds_config={})
+    loaded = load_model(plan, load_tokenizer(plan.model, torch.float32))
+    settings = TorchSettings(
+        precision=plan.precision,
+        gradient_accumulation_steps=1,
+        gradient_clipping=0.0,
+        fp16=Fp16Plan(initial_scale_power=4) if precision == "fp16" else None,
+    )
+    engine = initialize_torch(
+        loaded.model,
+        settings,
+        lambda _: torch.optim.SGD(loaded.trainable, lr=LR),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        init_world().device,
+        allow_emulated_fp16=True,
+    )
+    adapter = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    start, before = _values(adapter), codes(engine)
+    records = train(engine)
+    end = _values(adapter)
+    found = {
+        "losses": [record[0] for record in records],
+        "adapter": sorted({str(p.dtype) for p in adapter.values()}),
+        "quantised": len(before),
+        "codes_kept": before == codes(engine),
+        "end": end,
+    }
+    if RANK != 0:
+        return found
+    losses, weights = oracle(plan)
+    return {**found, "expected": losses, "away": away(end, weights, start)}
+
+
+def _values(parameters: Mapping[str, torch.Tensor]) -> Weights:
+    return {name: p.detach().double().flatten().tolist() for name, p in parameters.items()}
 
 
 def resumed(kind: str, precision: str, stage: int) -> dict[str, Any]:
@@ -275,6 +324,8 @@ def all_cases() -> dict[str, Case]:
         cases["memory/" + "/".join(map(str, memory))] = lambda m=memory: memory_of(*m)  # type: ignore[misc]
     for cell in RUNS:
         cases["run/" + "/".join(map(str, cell))] = lambda c=cell: run_of(*c)  # type: ignore[misc]
+    for kind, precision in TORCH_RUNS:
+        cases[f"torch/{kind}/{precision}"] = lambda k=kind, p=precision: run_without_deepspeed(k, p)  # type: ignore[misc]
     for cell in RESUMED:
         cases["resumed/" + "/".join(map(str, cell))] = lambda c=cell: resumed(*c)  # type: ignore[misc]
     cases["fails/qdora/3"] = lambda: fails("qdora", "bf16", 3)

@@ -9,9 +9,9 @@ import pytest
 
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import ModelPlan, QuantizationPlan
-from tests.support.tiny import make_tiny_model_dir
+from tests.support.tiny import make_tiny_gguf, make_tiny_model_dir
 from tests.train.case_results import CaseResults, run_case_ranks
-from tests.train.rank_quantised import FOUR, LORA, MEMORY, RESUMED, RUNS, RunCell
+from tests.train.rank_quantised import FOUR, LORA, MEMORY, RESUMED, RUNS, TORCH_RUNS, RunCell
 
 # Of the way that the weights go in three steps: what the precision's digits leave open.
 CLOSE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 2e-2}
@@ -30,6 +30,7 @@ def make_models(root: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16, quantization_config=quantised)
     model.save_pretrained(root / "on-disk")
     AutoTokenizer.from_pretrained(plain).save_pretrained(root / "on-disk")
+    make_tiny_gguf(root / "tiny.gguf", plain)
     return root
 
 
@@ -53,6 +54,16 @@ def test_it_trains_as_float64_does_on_what_the_codes_stand_for(ran: CaseResults,
     assert result["compute"] == ([] if plain or kind == "int8" else [TORCH[precision]])
     # Neither training nor an evaluation between steps touches the frozen codes.
     assert result["codes_kept"] and result["repacks"] == 0
+
+
+@pytest.mark.parametrize(("kind", "precision"), TORCH_RUNS)
+def test_without_deepspeed_it_trains_as_float64_does_too(ran: CaseResults, kind: str, precision: str) -> None:
+    result = ran[f"torch/{kind}/{precision}"]
+    assert result["away"] < CLOSE[precision]
+    assert result["losses"] == pytest.approx(result["expected"], rel=CLOSE[precision] / 10)
+    assert (result["quantised"], result["codes_kept"]) == (7, True)
+    assert result["adapter"] == ["torch.float32"]  # and autocast computes in the precision
+    assert ran.of_rank(1, f"torch/{kind}/{precision}")["end"] == result["end"]
 
 
 @pytest.mark.parametrize("cell", RESUMED, ids=lambda cell: "-".join(map(str, cell)))
