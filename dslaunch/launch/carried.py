@@ -15,8 +15,9 @@ from dslaunch.launch import agent
 _SHELL = 'p=$0; [ -x "$p" ] || p=python3; exec "$p" -I -S -c "$1"'
 # The first line of stdin is the program, read byte by byte so that what follows is left for it.
 LOADER = (
-    'import base64,zlib;f=open(0,"rb",0,closefd=False);'
-    'exec(compile(zlib.decompress(base64.b64decode(f.readline())),"agent.py","exec"))'
+    'import base64,sys,zlib;f=open(0,"rb",0,closefd=False);'
+    'p=f.readline() or sys.exit("nothing came on stdin: does ssh -n, StdinNull or a wrapper keep it?");'
+    'exec(compile(zlib.decompress(base64.b64decode(p)),"agent.py","exec"))'
 )
 
 

@@ -24,6 +24,7 @@ _KEEP_STDERR = 8192
 _KEEP_NOISE = 1024
 _DRAIN_S = 0.2  # for the last of it to come
 _KEEPER_S = UNKILLABLE_S + 5.0
+_LAST_WORDS_S = 1.0
 _ACK_EVERY = 1 << 16  # bytes of output written before an agent is told
 
 
@@ -43,11 +44,12 @@ class AgentLink:
         self.was_killed = False  # what leads to another host, by us, before it ended by itself
         self.said_hello = False
         self.heard_at = time.monotonic()
+        self.ends_by = float("inf")  # from then on its stdout counts as ended, whoever else holds it open
         self.groups: set[int] = set()  # process groups of ranks that run, for when the agent dies
         self.stderr = self.noise = b""  # the end of each; noise: what is no event on its stdout
-        self.on_unsent: Callable[[AgentLink], object] = (
-            id  # told when :attr:`has_unsent` may have become true
-        )
+        # Told when :attr:`has_unsent` may have become true, and that :attr:`ends_by` is known.
+        self.on_unsent: Callable[[AgentLink], object] = id
+        self.on_ending: Callable[[AgentLink], object] = id
         self._buffer = b""
         self._outbox = bytearray()
         self._unacked = 0
@@ -117,6 +119,9 @@ class AgentLink:
 
         Raises EOFError at the end of its stdout.
         """
+        is_late = time.monotonic() >= self.ends_by
+        if is_late and not _is_ready(self.stdout_fd, select.POLLIN, 0.0):
+            raise EOFError
         data = os.read(self.stdout_fd, _CHUNK)
         if not data:
             raise EOFError
@@ -139,14 +144,14 @@ class AgentLink:
 
     def drain_stderr(self) -> None:
         """Read what its end has left there. Something else may still hold it open."""
-        while select.select([self.stderr_fd], [], [], _DRAIN_S)[0] and self.read_stderr():
+        while _is_ready(self.stderr_fd, select.POLLIN, _DRAIN_S) and self.read_stderr():
             pass
 
     def close(self, timeout_s: float) -> None:
         """End of stdin makes the agent stop its ranks; wait for it, then be sure."""
         deadline = time.monotonic() + timeout_s
         while self.has_unsent and (fd := self.stdin_fd) is not None and time.monotonic() < deadline:
-            select.select([], [fd], [], deadline - time.monotonic())
+            _is_ready(fd, select.POLLOUT, deadline - time.monotonic())
             self.flush()
         self._close_stdin()
         try:
@@ -159,7 +164,15 @@ class AgentLink:
 
     def rouse(self) -> None:
         """CONT to the agent, or to what leads to it: one that somebody stopped would obey no command."""
-        self.process.send_signal(signal.SIGCONT)  # nothing, where it has ended
+        with contextlib.suppress(ProcessLookupError):
+            if self.process.returncode is None:  # not reaped: the number is still its own
+                os.kill(self.process.pid, signal.SIGCONT)
+
+    def note_done(self) -> None:
+        """The agent has said its last word: nothing of its ranks is left."""
+        self.done = True
+        self.groups.clear()
+        self._end_soon()
 
     def kill(self) -> None:
         """KILL the agent, whose ranks the kernel then kills, and what else they have started.
@@ -168,8 +181,9 @@ class AgentLink:
         it may hold our pipes open, and would try the host for minutes.
         """
         self.groups, groups = set(), self.groups
+        self._end_soon()
         if not self.is_local:
-            self.was_killed = self.process.poll() is None
+            self.was_killed = not _has_ended(self.process)
             kill_with_descendants(self.process)
             self.process.wait()
             return
@@ -182,6 +196,11 @@ class AgentLink:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
         self.process.wait()
+
+    def _end_soon(self) -> None:
+        if self.ends_by == float("inf"):
+            self.ends_by = time.monotonic() + _LAST_WORDS_S
+            self.on_ending(self)
 
     def flush(self) -> None:
         """Hand over what waits, as far as the pipe takes it. Never blocks."""
@@ -225,15 +244,32 @@ def _event_of(line: bytes) -> dict[str, Any] | None:
     return None
 
 
+def _is_ready(fd: int, for_what: int, timeout_s: float) -> bool:
+    """As select.select says, which knows no descriptor above 1023: that is of the 340th host."""
+    poll = select.poll()
+    poll.register(fd, for_what)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+
 def kill_with_descendants(process: subprocess.Popen[bytes]) -> None:
-    """KILL a process that was started here in a session of its own, and what came of it; does not wait."""
-    if process.poll() is not None:  # reaped: its number may be another's by now
+    """KILL a process that was started here in a session of its own, and what came of it; does not wait.
+
+    Also what is left of its group where it has ended itself: a wrapper around ssh may.
+    """
+    if process.returncode is not None:  # reaped: its number may be another's by now
         return
     for pid in _descendants(process.pid):  # while their parents still stand for them
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Without reaping it, which would set its number free."""
+    if process.returncode is not None:
+        return True
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _descendants(pid: int) -> Iterator[int]:

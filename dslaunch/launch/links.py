@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 from dslaunch.launch.link import AgentLink
 
+_LAST_CHUNKS = 64
+
 
 class Links:
     """Reads what the agents say and sends what waits for them. ``opened``: may still say something.
@@ -25,6 +27,7 @@ class Links:
         self._writing: set[int] = set()
         self._unsent: set[AgentLink] = set()
         self._acks: deque[AgentLink] = deque()
+        self._ending: deque[AgentLink] = deque()  # the first to end first
         self.opened: set[AgentLink] = set()
 
     def __iter__(self) -> Iterator[AgentLink]:
@@ -35,6 +38,7 @@ class Links:
         self._all.append(link)
         self.opened.add(link)
         link.on_unsent = self._unsent.add
+        link.on_ending = self._ending.append
         self._unsent.add(link)
         self._selector.register(link.stdout_fd, selectors.EVENT_READ, (link, read_events))
         self._selector.register(link.stderr_fd, selectors.EVENT_READ, (link, AgentLink.read_stderr))
@@ -42,6 +46,10 @@ class Links:
     def wait(self, deadline: float) -> None:
         """Until something came or was sent, or until ``deadline`` (monotonic time)."""
         self._watch_writes()
+        while self._ending and self._ending[0] not in self.opened:
+            self._ending.popleft()
+        if self._ending:
+            deadline = min(deadline, self._ending[0].ends_by)
         timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
         for key, mask in self._selector.select(timeout):
             if key.data is None:
@@ -54,8 +62,20 @@ class Links:
                 self._selector.unregister(key.fd)
                 if key.fd == link.stdout_fd:
                     self.opened.discard(link)
+        while self._ending and time.monotonic() >= self._ending[0].ends_by:
+            self._end(self._ending.popleft())
         while self._acks:
             self._acks.popleft().send_ack()
+
+    def _end(self, link: AgentLink) -> None:
+        """Read what is left there, and no more: something else holds it open."""
+        if link in self.opened:
+            read = self._selector.get_key(link.stdout_fd).data[1]
+            for _ in range(_LAST_CHUNKS):
+                if not read(link):
+                    break
+            self._selector.unregister(link.stdout_fd)
+            self.opened.discard(link)
 
     def send_ack_soon(self, link: AgentLink) -> None:
         """Send what :meth:`AgentLink.send_ack` does, in the next :meth:`wait`. For any thread."""

@@ -255,8 +255,7 @@ class _Launch:
             self._say(f"{process} outlived its rank; stopped")
 
     def _on_done(self, link: AgentLink, event: dict[str, Any]) -> None:
-        link.done = True
-        link.groups.clear()
+        link.note_done()
         if event["dropped"]:
             log = self._log_path(0)
             self._say(f"{event['dropped']} bytes of rank 0's output were not shown while stopping; see {log}")

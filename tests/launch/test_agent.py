@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from dslaunch.core.command import Command
 from dslaunch.core.topology import Host
 from dslaunch.launch import agent
+from dslaunch.launch.carried import loader_argv
 from dslaunch.launch.link import AgentLink
 from tests.launch.launching import wait_until
 
@@ -78,6 +80,12 @@ def test_it_runs_without_its_file(tmp_path: Path) -> None:
     # stdin was closed at once, so the rank may have been stopped; it was started and is gone.
     assert [event["event"] for event in events(out)][:3] == ["hello", "ready", "start"]
     assert events(out)[-1] == {"event": "done", "dropped": 0, "left": []}
+
+
+def test_a_way_that_hands_no_stdin_on_is_told_in_words() -> None:
+    done = subprocess.run(loader_argv(), stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr == b"nothing came on stdin: does ssh -n, StdinNull or a wrapper keep it?\n"
 
 
 def test_end_of_stdin_stops_ranks_that_ignore_term(tmp_path: Path) -> None:
@@ -187,6 +195,23 @@ def test_commands_reach_the_agent_whole(tmp_path: Path) -> None:
         signal.signal(signal.SIGALRM, old)
     link.close(30.0)
     assert (tmp_path / "got").read_bytes() == data
+
+
+def test_descriptors_may_have_large_numbers() -> None:
+    """select.select knows none above 1023; the pipes of the 340th host are."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    held = [os.dup(0) for _ in range(1100)]
+    try:
+        link = AgentLink(Host(name="x", slots=("0",)), Command(argv=("sh", "-c", "echo bye >&2")))
+        assert link.stderr_fd > 1023
+        link.drain_stderr()
+        link.close(30.0)
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert link.stderr == b"bye\n"
 
 
 def test_an_acknowledgement_waits_until_it_is_worth_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -43,14 +44,26 @@ def over(bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     (tmp_path / "hosts").write_text("".join(f"{name} slots=1\n" for name in bed.names))
     with ExitStack() as stack:
 
-        def start(code: str, *options: str, run_dir: str = "run", hostfile: str = "hosts") -> Launched:
+        def start(
+            code: str, *options: str, run_dir: str = "run", hostfile: str = "hosts", ssh: str | None = None
+        ) -> Launched:
             flags = ["--hostfile", hostfile, "--gpu", "cpu", *options]
-            launched = Launched(flags, python(code), run_dir=tmp_path / run_dir, prefix=bed.hub())
+            env = {} if ssh is None else {"PATH": with_ssh(tmp_path, ssh)}
+            launched = Launched(flags, python(code), run_dir=tmp_path / run_dir, prefix=bed.hub(), env=env)
             return stack.enter_context(launched)
 
         yield start
     for name in bed.names:
         assert bed.programs(name) == [], f"left behind on {name}"
+
+
+def with_ssh(folder: Path, script: str) -> str:
+    """A PATH whose ssh is a wrapper around the real one, which it finds in $ssh."""
+    (folder / "bin").mkdir()
+    path = folder / "bin/ssh"
+    path.write_text(f"#!/bin/bash\nssh={shutil.which('ssh')}\n{script}\n")
+    path.chmod(0o755)
+    return f"{folder / 'bin'}:{os.environ['PATH']}"
 
 
 def up(*ranks: int) -> None:
@@ -172,7 +185,9 @@ def test_a_launcher_that_was_put_to_sleep_says_so(bed: Testbed, over: Over) -> N
 
 
 def test_a_cable_that_is_cut(bed: Testbed, over: Over) -> None:
-    launched = over(WAIT, "--set", "launch.host_timeout_s=3")  # ssh itself would give up after 30 s
+    # A wrapper that is gone by then, around an ssh that would never give up.
+    ssh = 'exec 3<&0; "$ssh" -o ServerAliveInterval=0 "$@" <&3 & exit 0'
+    launched = over(WAIT, "--set", "launch.host_timeout_s=3", ssh=ssh)
     up(0, 1, 2)
     bed.cut("node2")
     try:
@@ -278,7 +293,9 @@ def test_what_is_doubtful_of_hosts_is_said_before_ranks_start(
 
 
 def test_filters_choose_hosts(bed: Testbed, over: Over) -> None:
-    code, _, err = over("print(os.uname().nodename)", "--exclude", "node1").wait()
+    # The end of the agent is the end, whoever else holds the pipes of a wrapper around ssh.
+    ssh = 'sleep 300 & exec "$ssh" "$@"'
+    code, _, err = over("print(os.uname().nodename)", "--exclude", "node1", ssh=ssh).wait()
     assert code == 0, err
     assert [Path(f"run/logs/rank-{r}.log").read_text() for r in range(2)] == ["node2\n", "node3\n"]
 
