@@ -1,5 +1,5 @@
 # make quickstart   install into .venv, then fine-tune a small real model on two ranks
-# make test         install into .venv, then run the tests
+# make test         install into .venv, then run the tests by two workers (PYTEST_ARGS="-n 0 ..." by none)
 #
 # Both work on a fresh clone. They need Python >= 3.10 with venv and headers, g++, make
 # and a package index. Where nothing changed, a second call installs nothing.
@@ -31,7 +31,7 @@ quickstart: $(INSTALLED)
 	@$(PY) examples/quickstart.py
 
 test: $(INSTALLED)
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

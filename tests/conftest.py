@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -20,6 +21,7 @@ import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,12 +79,17 @@ def _remove_old_sessions(temp_root: Path) -> None:
 
 
 def _set_environment() -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:  # the controller has set it all, and workers inherit it
-        return
     temp_root = tempfile.gettempdir()
-    _remove_old_sessions(Path(temp_root))
-    session_dir = Path(tempfile.mkdtemp(prefix=SESSION_PREFIX))
-    atexit.register(shutil.rmtree, session_dir, ignore_errors=True)
+    worker = os.environ.pop("PYTEST_XDIST_WORKER", None)  # no affair of what tests start
+    if worker:  # within the controller's, which goes with it
+        session_dir = Path(temp_root).parent / worker
+        session_dir.mkdir(exist_ok=True)
+    else:
+        _remove_old_sessions(Path(temp_root))
+        session_dir = Path(tempfile.mkdtemp(prefix=SESSION_PREFIX))
+        atexit.register(shutil.rmtree, session_dir, ignore_errors=True)
+    if "CUDA_VISIBLE_DEVICES" in os.environ:  # tests/gpu keeps to them
+        os.environ["DSLAUNCH_TEST_GPUS"] = os.environ["CUDA_VISIBLE_DEVICES"]
     for name in _FORGET:
         os.environ.pop(name, None)
     home, temp = session_dir / "home", session_dir / "tmp"
@@ -110,8 +117,10 @@ def _set_environment() -> None:
 
 
 _set_environment()
-# Under nohup it is ignored, and so it would be in every launch that a test starts and then hangs up on.
+# Under nohup, or in the background of a script, they are ignored, and so they would be in every launch
+# that a test starts and then hangs up on or interrupts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -141,15 +150,24 @@ def _build_op() -> None:
         pytest.fail(f"could not build {OP_NAME} (g++ and ninja are needed):\n{built.stderr[-4000:]}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs more than this machine has; keep tests that start ranks on one xdist worker."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2`, as `make test` has it."""
+    from tests.support.workers import FromBothEnds
+
+    return FromBothEnds(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs more than this machine has; sort what two workers share between them."""
     for item in items:
-        for mark in item.iter_markers("needs"):
-            reasons = missing(mark.args)
-            if reasons:
-                item.add_marker(pytest.mark.skip(reason=CANNOT_RUN + ", ".join(reasons)))
-        if "ops_dir" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+        reasons = [text for mark in item.iter_markers("needs") for text in missing(mark.args)]
+        if reasons:
+            item.add_marker(pytest.mark.skip(reason=CANNOT_RUN + ", ".join(reasons)))
+    if hasattr(config, "workerinput"):
+        from tests.support.workers import place
+
+        items.sort(key=lambda item: place(item.nodeid))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -165,5 +183,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("COULD NOT RUN ON THIS MACHINE", sep="!", yellow=True, bold=True)
     for reason, tests in sorted(by_reason.items()):
         terminalreporter.write_line(f"{len(tests)} test(s): {reason}", yellow=True, bold=True)
-        for test in tests:
-            terminalreporter.write_line(f"    {test}")
+        for name, same in itertools.groupby(tests, key=lambda test: test.partition("[")[0]):
+            first, *others = same
+            terminalreporter.write_line(f"    {name}, {len(others) + 1} cases" if others else f"    {first}")

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from dslaunch import __version__
 from dslaunch.core.packages import TRAINING
+from tests.support import workers
 from tests.support.machine import CANNOT_RUN, NEEDS, missing
 from tests.support.ranks import RanksTimedOut, check_ranks, run_ranks
 
@@ -84,6 +85,12 @@ def test_core_needs_no_torch() -> None:
     assert not heavy & {normal(Requirement(text).name) for text in CORE}
 
 
+@pytest.mark.parametrize("texts", [CORE, *EXTRAS.values()], ids=["core", *EXTRAS])
+def test_nothing_is_required_twice(texts: list[str]) -> None:
+    names = [(normal(Requirement(text).name), str(Requirement(text).marker)) for text in texts]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_constraints_allow_every_supported_python() -> None:
     """Each package has exactly one pin for 3.10 and at most one for any other version."""
     for version in ("3.10", "3.11", "3.12", "3.13"):
@@ -124,7 +131,8 @@ def test_shell_scripts_parse() -> None:
 def test_tests_see_no_cache_of_the_user() -> None:
     """The environment that conftest.py sets for every test."""
     session_dir = Path(os.environ["TMPDIR"]).parent
-    assert session_dir.name.startswith("dslaunch-tests-")
+    # or of one of the session's workers
+    assert any(part.startswith("dslaunch-tests-") for part in session_dir.parts[-2:])
     for name in ("HOME", "HF_HOME", "DSLAUNCH_CACHE", "XDG_CACHE_HOME"):
         assert Path(os.environ[name]).is_relative_to(session_dir), name
     assert os.environ["DS_ACCELERATOR"] == "cpu"
@@ -137,26 +145,64 @@ def test_op_is_built_once_up_front(ops_dir: Path) -> None:
     assert not (ops_dir / "deepspeed_shm_comm" / "lock").exists()
 
 
-def test_what_cannot_run_is_named_loudly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["one process", "two workers"])
+def test_what_cannot_run_is_named_loudly(tmp_path: Path, options: list[str]) -> None:
     """A test whose need is missing is skipped, and the summary says which and why."""
-    (tmp_path / "conftest.py").write_text(
-        "from tests.conftest import pytest_collection_modifyitems, pytest_terminal_summary\n"
-        "from tests.support import machine\n"
-        "machine.NEEDS['moon'] = (lambda: False, 'needs a full moon')\n"
+    done = run_pytest(
+        tmp_path,
+        "import pytest\n\n@pytest.mark.needs('moon')\ndef test_tides():\n    raise AssertionError\n",
+        *options,
     )
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\n\n@pytest.mark.needs('moon')\ndef test_tides():\n    raise AssertionError\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", REPO_ROOT / "pyproject.toml",
-         "--rootdir", tmp_path, tmp_path],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
-    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "COULD NOT RUN ON THIS MACHINE" in done.stdout
     assert "1 test(s): needs a full moon" in done.stdout
     assert "test_it.py::test_tides" in done.stdout
     assert "1 skipped" in done.stdout.splitlines()[-1]
+
+
+def test_a_test_that_ends_its_worker_is_named_and_the_others_run(tmp_path: Path) -> None:
+    """Once: xdist itself would run it again, until there were too many dead workers."""
+    done = run_pytest(
+        tmp_path,
+        "import os\ndef test_a(): pass\ndef test_dies(): os._exit(3)\ndef test_b(): pass\n",
+        "-n",
+        "1",
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.count("crashed while running 'test_it.py::test_dies'") == 1
+    assert "1 failed, 2 passed" in done.stdout.splitlines()[-1]
+
+
+def run_pytest(folder: Path, tests: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """A session of its own over these tests, with the hooks of this one, where nobody has a moon."""
+    (folder / "conftest.py").write_text(
+        "from tests.conftest import pytest_collection_modifyitems, pytest_terminal_summary\n"
+        "from tests.conftest import pytest_xdist_make_scheduler\n"
+        "from tests.support import machine\n"
+        "machine.NEEDS['moon'] = (lambda: False, 'needs a full moon')\n"
+    )
+    (folder / "test_it.py").write_text(tests)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", REPO_ROOT / "pyproject.toml",
+         "--rootdir", folder, folder, *options],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
+    )  # fmt: skip
+
+
+def test_tests_that_share_ranks_stay_with_one_worker() -> None:
+    """A fixture of the session would else be made twice."""
+    having = {
+        path.parent.relative_to(REPO_ROOT).as_posix()
+        for path in (REPO_ROOT / "tests").rglob("*.py")
+        if re.search(r"^@pytest\.fixture\(scope=.session", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert {"tests", "tests/train", "tests/train/engine"} <= having
+    assert having - {"tests"} <= set(workers.SHARED)
+    together = [workers.unit(f"tests/train/{name}.py::test_it[a]") for name in ("test_a", "replay/test_b")]
+    assert together == ["tests/train"] * 2
+    assert workers.unit("tests/launch/test_ssh.py::test_it") == "tests/launch/test_ssh.py"
+    nodes = ("tests/launch/test_ssh.py::a", "tests/core/test_plan.py::b", "tests/train/test_a.py::c")
+    assert sorted(nodes, key=workers.place) == list(reversed(nodes))
 
 
 def test_unknown_need_is_an_error() -> None:

