@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ class CaseResults:
         return len(self._ranks)
 
 
-def run_case_ranks(module: str, out_dir: Path, world_size: int, *arguments: str) -> CaseResults:
+def run_case_ranks(
+    module: str, out_dir: Path, world_size: int, *arguments: str, env: Mapping[str, str] | None = None
+) -> CaseResults:
     """Start the ranks of a case module and collect what each wrote."""
     argv = ["-W", "ignore", "-m", module, str(out_dir), *arguments]
-    check_ranks(run_ranks(argv, world_size=world_size, timeout_s=480))
+    check_ranks(run_ranks(argv, world_size=world_size, env=env, timeout_s=480))
     return CaseResults(out_dir, world_size)

@@ -76,7 +76,7 @@ def falling_rate(optimizer: Any) -> Any:
 def run_window(engine: Engine, cell: Cell, step: int) -> dict[str, Any]:
     for k in range(cell.accumulation):
         x = torch.tensor(matrix.inputs(cell, step)[RANK % cell.ranks, k], dtype=torch.float32)
-        engine.backward(engine(x))
+        engine.backward(engine(x.to(engine.device)))
         result = engine.step()
     assert result is not None
     weights = [value for p in engine.module.parameters() for value in master(p)]
