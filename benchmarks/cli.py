@@ -127,6 +127,21 @@ def broken_limits(median: dict[str, float]) -> list[str]:
     return broken
 
 
+def report(
+    seconds: dict[str, list[float]], broken: list[str], *, title: str, width: int, as_json: bool
+) -> int:
+    """Print the rows and the limits that they break; the exit code."""
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    if as_json:
+        print(json.dumps({"schema_version": 1, "cpu_seconds": seconds, "median": median, "broken": broken}))
+    else:
+        print(f"{title:<{width}} {'median':>8} {'least':>8} {'most':>8}")
+        for name, values in seconds.items():
+            print(f"{name:<{width}} {median[name]:8.3f} {min(values):8.3f} {max(values):8.3f}")
+        print("\n".join(f"OVER THE LIMIT  {line}" for line in broken) or "within the limits")
+    return 1 if broken else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=9, help="rounds (default 9)")
@@ -136,16 +151,9 @@ def main() -> int:
         script = Path(folder) / "job.sh"
         script.write_text(SCRIPT, encoding="utf-8")
         seconds = measure(commands(script), options.runs)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    broken = broken_limits(median)
-    if options.json:
-        print(json.dumps({"schema_version": 1, "cpu_seconds": seconds, "median": median, "broken": broken}))
-    else:
-        print(f"{'CPU seconds of the whole process':<40} {'median':>8} {'least':>8} {'most':>8}")
-        for name, values in seconds.items():
-            print(f"{name:<40} {median[name]:8.3f} {min(values):8.3f} {max(values):8.3f}")
-        print("\n".join(f"OVER THE LIMIT  {line}" for line in broken) or "within the limits")
-    return 1 if broken else 0
+    broken = broken_limits({name: statistics.median(values) for name, values in seconds.items()})
+    title = "CPU seconds of the whole process"
+    return report(seconds, broken, title=title, width=40, as_json=options.json)
 
 
 if __name__ == "__main__":

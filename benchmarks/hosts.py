@@ -9,14 +9,13 @@ as in cli.py. Exit code 1 where a row takes more than 2 s.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from cli import RUN_FILE, SCRIPTS, measure
+from cli import RUN_FILE, SCRIPTS, measure, report
 
 LIMIT_S = 2.0
 
@@ -56,14 +55,8 @@ def main() -> int:
     broken = [
         f"{name}: {value:.3f} s, limit {LIMIT_S} s" for name, value in median.items() if value > LIMIT_S
     ]
-    if options.json:
-        print(json.dumps({"schema_version": 1, "cpu_seconds": seconds, "median": median, "broken": broken}))
-    else:
-        print(f"{f'CPU seconds, {options.hosts} hosts':<46} {'median':>8} {'least':>8} {'most':>8}")
-        for name, values in seconds.items():
-            print(f"{name:<46} {median[name]:8.3f} {min(values):8.3f} {max(values):8.3f}")
-        print("\n".join(f"OVER THE LIMIT  {line}" for line in broken) or "within the limits")
-    return 1 if broken else 0
+    title = f"CPU seconds, {options.hosts} hosts"
+    return report(seconds, broken, title=title, width=46, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def test_config_json_is_enough_and_what_does_not_fit_says_what_would(
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "does not fit" in out
-    assert "nearest that fits: --gradient-checkpointing" in out or "nearest that fits: --zero-stage 3" in out
+    assert "nearest that fits: --gradient-checkpointing (" in out, out
     assert main([*argv, "--zero-stage", "3", "--gradient-checkpointing", "--offload-optimizer", "cpu"]) == 0
     assert "\nfits: " in capsys.readouterr().out
 
@@ -158,6 +158,7 @@ def test_what_is_proposed_for_a_script_are_flags_of_plan_and_gen_config(
     ]  # fmt: skip
     first = report(capsys, *argv)
     before = first["batch"]
+    assert len(first["alternatives"]) > 5
     for alternative in first["alternatives"]:
         changes = [word for change in alternative["changes"] for word in change.split()]
         again = report(capsys, *argv, *changes)

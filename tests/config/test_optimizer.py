@@ -191,6 +191,7 @@ def test_the_table_of_the_docs_is_true(kind: str, place: str) -> None:
         with pytest.raises(ConfigError):
             plan_of(text)
         return
-    maker = plan_of(text).optimizer.made_by
     makers = documented()[kind]["made by"]
-    assert maker == "deepspeed" or "dslaunch" in makers or "bitsandbytes" in makers
+    ours = makers in ("dslaunch", "bitsandbytes") or (gpu == "cpu" and "dslaunch on CPUs" in makers)
+    ours &= kind != "Muon"  # whose name the JSON holds; the engine puts ours in its place
+    assert plan_of(text).optimizer.made_by == ("dslaunch" if ours else "deepspeed")

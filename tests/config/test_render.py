@@ -78,7 +78,7 @@ def test_what_every_json_has(name: str) -> None:
     for size in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         assert type(config[size]) is int
     assert type(config["gradient_clipping"]) is float
-    assert config["fp16"]["enabled"] in (True, False)
+    assert {type(config[block]["enabled"]) for block in ("fp16", "bf16")} == {bool}
     assert not (config["fp16"]["enabled"] and config["bf16"]["enabled"])
     for block in ("fp16", "bf16"):
         if not config[block]["enabled"]:

@@ -70,7 +70,9 @@ def test_rotary_tables_are_fp32_in_every_precision_also_under_zero_init(
 ) -> None:
     """zero.Init makes every new tensor 16-bit: with such tables stage 3 would train another model."""
     for rank in (0, 1):
-        for case, errors in ranks.of_rank(rank, f"rotary/{name}").items():
+        tables = ranks.of_rank(rank, f"rotary/{name}")
+        assert list(tables) == ["bf16 2", "bf16 3", "fp16 2", "fp16 3"]
+        for case, errors in tables.items():
             assert max(errors) < FP32, case
 
 

@@ -246,4 +246,6 @@ def test_no_quantised_parameter_can_be_asked_for_a_gradient(models: Path) -> Non
     from dslaunch.train.quantization import is_quantised
 
     model, _ = add_adapter(load_base_model(plan(models / "untied", FOUR), torch.bfloat16), LORA)
-    assert not any(p.requires_grad for p in model.parameters() if is_quantised(p))
+    quantised = [p for p in model.parameters() if is_quantised(p)]
+    assert len(quantised) == 7
+    assert not any(p.requires_grad for p in quantised)

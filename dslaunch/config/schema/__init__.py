@@ -105,12 +105,6 @@ def nearest_keys(text: str, *, count: int = 3) -> list[str]:
     return list(dict.fromkeys(near))[:count]
 
 
-def acting_stages(path: str) -> tuple[int, ...]:
-    """The ZeRO stages at which a key acts; all four where the table says nothing."""
-    key = find_key(path)
-    return key.stages if key is not None and key.stages else (0, 1, 2, 3)
-
-
 def top_level_keys() -> frozenset[str]:
     """The top-level keys that DeepSpeed reads. It ignores any other without a word."""
     return frozenset(name for name, key in section_keys("").items() if key.type != "removed")

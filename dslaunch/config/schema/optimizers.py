@@ -83,8 +83,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     **{optimizer.name: optimizer for optimizer in _FROM_TORCH},
 }
 GONE_OPTIMIZERS = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
-# In torch.optim, but no optimizer that a config can build.
-NOT_FOR_CONFIGS = frozenset({"LBFGS", "SparseAdam", "Optimizer"})
 
 SCHEDULES: Mapping[str, frozenset[str]] = {
     "WarmupLR": frozenset(

@@ -34,7 +34,6 @@ class Streak:
     scale_from: float | None = None
     scale_to: float | None = None
     at_start: bool = False
-    after_growth: bool = False
     num_losses: int = 0
     over: bool = False
 

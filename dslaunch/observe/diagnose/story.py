@@ -33,7 +33,6 @@ class Story:
         self.minimum: Place | None = None
         self.ended: tuple[str, Place] | None = None  # dslaunch's own verdict
         self.stuck = Run()
-        self.static_scale: float | None = None
         self.unscaled = Run()  # skipped steps of bf16 or a static scale
         self.loss = LossStory()
         self.race, self.longest_race = Run(), Run()
@@ -169,7 +168,7 @@ class Story:
         """The scale of the overflow that was just named does not move."""
         if self._fused is not None and self._fused.before is None:
             self.unscaled.add(self._place(record, file))
-        self.static_scale, self._fused = record.after, None
+        self._fused = None
 
     def _is_copy(self, record: Record) -> bool:
         """Whether another rank has said this already."""
@@ -222,7 +221,7 @@ class Story:
             self.streaks[-1].over = True
         self.num_streaks += 1
         self.num_after_growth += grew
-        self.streaks.append(Streak(place, place, step, at_start=at_start, after_growth=grew))
+        self.streaks.append(Streak(place, place, step, at_start=at_start))
         if len(self.streaks) > 40:
             del self.streaks[1]
 

@@ -36,5 +36,7 @@ def test_one_layer_keeps_what_the_plan_says(family: str, precision: str, checkpo
 def test_logits_make_the_peaks_that_the_plan_says(family: str, precision: str, checkpointing: bool) -> None:
     from activations import Case, peak_differences
 
-    for found in peak_differences(Case(family, precision, checkpointing)):
+    peaks = list(peak_differences(Case(family, precision, checkpointing)))
+    assert [found.moment for found in peaks] == ["forward", "backward"]
+    for found in peaks:
         assert abs(found.relative) < 0.002, found

@@ -8,6 +8,7 @@ import json
 import random
 import sys
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -94,17 +95,20 @@ def test_compressed_from_stdin_and_in_parts(tmp_path: Path, monkeypatch: pytest.
         assert sum(lines for _, lines in found.files) == data.count(b"\n")
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_a_log_that_ends_anywhere(seed: int, tmp_path: Path) -> None:
+def test_a_log_that_ends_anywhere(tmp_path: Path) -> None:
     """Cut at any byte, plain or compressed: a diagnosis or one clear error, never another exception."""
     data = "\n".join(zero_log({1, 2, 3, 20}, 30).lines).encode()
-    draw = random.Random(seed)
-    for cut in (data[: draw.randrange(len(data))], gzip.compress(data)[: draw.randrange(1, 700)]):
-        try:
-            num_overflows = read(tmp_path, cut).num_overflows
-        except ConfigError:
-            num_overflows = 0  # nothing in it yet
-        assert num_overflows <= 4
+    packed = gzip.compress(data)
+    draw = random.Random(1)
+    for whole, size in ((data, len(data)), (packed, min(len(packed), 700))):
+        seen = Counter[int | str]()
+        for _ in range(30):
+            try:
+                seen[read(tmp_path, whole[: draw.randrange(1, size)]).num_overflows] += 1
+            except ConfigError:
+                seen["nothing in it yet"] += 1
+        assert set(seen) <= {0, 1, 2, 3, 4, "nothing in it yet"}
+        assert len(seen) > 2, seen  # most are read, as far as they go
 
 
 def test_noise_of_any_kind(tmp_path: Path) -> None:
@@ -113,13 +117,16 @@ def test_noise_of_any_kind(tmp_path: Path) -> None:
              b"\xff", b"iteration 3/ 9 |", b"step=1, skipped=", b"nan", b" [", b"7/9 [0", b"hysteresis",
              b"loss scale: 0.0", b"reducing to 0, ", b"1e999", b"9" * 5000, b"step=", b"lm loss: inf |",
              b"0", b"loss scale: inf", b"grad norm: nan |", b"skipped iterations: 9000000000 |"]  # fmt: skip
+    refused = 0
     for _ in range(300):
         try:
             found = read(tmp_path, b"".join(draw.choices(words, k=60)))
-            assert json.loads(json.dumps(found.to_json(), allow_nan=False))["schema_version"] == 1
-            assert diagnosis_lines(found)
         except ConfigError:
-            pass
+            refused += 1
+            continue
+        assert json.loads(json.dumps(found.to_json(), allow_nan=False))["schema_version"] == 1
+        assert diagnosis_lines(found)
+    assert refused < 150
 
 
 @pytest.mark.parametrize("ticks", ["none", "all", 0, 1, 2])

@@ -15,7 +15,7 @@ from dslaunch.core.plan import Fp16Plan
 from dslaunch.losses.sft import token_nll
 from dslaunch.train.dist import barrier, gather_objects, init_world
 from dslaunch.train.engine import Diverged, TorchEngine, TorchSettings, initialize_torch
-from tests.train.engine.cases_gradients import rows
+from tests.train.engine.cases_gradients import mean_of_two, rows, token_mean, windows
 from tests.train.rank_cases import RANK, SAMPLES, WORLD_SIZE, Case, OneWeight, TinyLM, config, engine_for
 
 OVERFLOWS = {1, 2, 3, 8, 9, 18}
@@ -70,40 +70,13 @@ def flat(parameter: torch.Tensor | None) -> list[float]:
 
 
 def token_mean_gradient(micro: int, precision: str = "fp32") -> dict[str, Any]:
-    """As ``cases_gradients.token_mean_gradient``: one window over all samples."""
-    accumulation = len(SAMPLES) // (micro * WORLD_SIZE)
-    num_tokens = sum(target != -100 for _, targets in SAMPLES for target in targets)
-    engine = torch_engine(TinyLM(), precision, accumulation=accumulation)
-    start = [flat(p) for p in engine.module.parameters()]
-    for k in range(accumulation):
-        first = (k * WORLD_SIZE + RANK) * micro
-        ids, targets = rows(range(first, first + micro))
-        loss = token_nll(engine(ids), targets)
-        engine.backward_token_sum(loss.sum, num_tokens=num_tokens)
-        if k < accumulation - 1:
-            assert engine.step() is None
+    engine = torch_engine(TinyLM(), precision, accumulation=windows(micro))
     scale = engine.loss_scale
-    grads = [[value / scale for value in flat(p.grad)] for p in engine.module.parameters()]
-    result = engine.step()
-    assert result is not None
-    return {
-        "start": start,
-        "gradients": grads,
-        "end": [flat(p) for p in engine.module.parameters()],
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-        "grad_norm_clipped": result.grad_norm_clipped,
-        "num_tokens": result.num_tokens,
-    }
+    return token_mean(engine, micro, flat, lambda p: [value / scale for value in flat(p.grad)])
 
 
 def mean_of_micro_batches() -> dict[str, Any]:
-    engine = torch_engine(OneWeight(), accumulation=2)
-    for k in range(2):
-        engine.backward(engine(torch.tensor([1.0 + 2 * RANK + 10 * k])) + 3.0)
-        result = engine.step()
-    assert result is not None
-    return {"end": flat(engine.module.w), "loss": result.loss, "num_tokens": result.num_tokens}  # type: ignore[arg-type]
+    return mean_of_two(torch_engine(OneWeight(), accumulation=2), flat)
 
 
 def course(precision: str, *, accumulation: int = 1, **fp16: Any) -> dict[str, Any]:

@@ -69,7 +69,6 @@ class Block(torch.nn.Module):
         self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
         self.act = torch.nn.ReLU(inplace=True)
         self.plant = torch.nn.Identity() if plant is None else plant
-        self.plant_is_none = plant is None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = (
