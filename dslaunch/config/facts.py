@@ -18,13 +18,13 @@ from dslaunch.core.devices import Inventory, probe_inventory
 from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
 from dslaunch.core.host_lookup import check_named_once
 from dslaunch.core.host_memory import local_memory_bytes
-from dslaunch.core.hostfile import parse_hostfile
+from dslaunch.core.hostfile import read_hostfile
 from dslaunch.core.plan import is_image_file
 from dslaunch.core.templating import TemplateFile
 from dslaunch.core.topology import Host, is_this_machine
 
 _NO_DATA = "has none of the endings that are read as data"
-_MAX_LINES = 2000  # of a hostfile that is read line by line for all that is wrong with it
+_MOST_ERRORS = 100  # of a hostfile that are told at once
 
 
 class ModelAttention(NamedTuple):
@@ -170,10 +170,9 @@ def parse_all(text: str, name: str) -> tuple[Host, ...]:
     A name server is asked where names and addresses are mixed. Raises HostfileError,
     or ConfigErrors with all lines that are wrong.
     """
-    try:
-        hosts = parse_hostfile(text, name)
-    except HostfileError as error:
-        raise _all_wrong_lines(text, name, error) from None
+    hosts, errors = read_hostfile(text, name)
+    if errors:
+        raise errors[0] if len(errors) == 1 else ConfigErrors(list(errors[:_MOST_ERRORS]))
     check_named_once(hosts, name)
     return hosts
 
@@ -204,21 +203,6 @@ def _read(fact: PathFact, where: str, what: str, kind: type[ConfigError], hint: 
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise kind(f"{where}cannot read {what} {fact.absolute}: {reason}") from None
-
-
-def _all_wrong_lines(text: str, name: str, first: HostfileError) -> ConfigError:
-    """``first`` with what is wrong in other lines, each read alone; a huge file keeps to ``first``."""
-    problems = [first]
-    lines = text.split("\n")
-    for number, line in enumerate(lines if len(lines) <= _MAX_LINES else []):
-        if not line.split("#", 1)[0].strip():
-            continue
-        try:
-            parse_hostfile("\n" * number + line, name)
-        except HostfileError as error:
-            if error.message != first.message:
-                problems.append(error)
-    return first if len(problems) == 1 else ConfigErrors(list(problems))
 
 
 def looks_like_path(text: str) -> bool:

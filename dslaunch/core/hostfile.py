@@ -34,24 +34,43 @@ def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
 
     Raises HostfileError with file, line and column at the first wrong line.
     """
+    hosts, errors = read_hostfile(text, name)
+    if errors:
+        raise errors[0]
+    return hosts
+
+
+def read_hostfile(text: str, name: str) -> tuple[tuple[Host, ...], tuple[HostfileError, ...]]:
+    """The hosts of the lines that are right, and an error for each that is wrong."""
     hosts: list[Host] = []
+    errors: list[HostfileError] = []
     known: dict[str, tuple[int, str]] = {}
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         content = line.split("#", 1)[0].rstrip()
         if not content.strip():
             continue
-        host = _parse_line(content, f"{name}:{number}")
-        if first := _note_name(host.name, number, known):
-            alias = f" (as {first[1]})" if first[1] != host.name else ""
-            raise HostfileError(
-                f"{name}:{number}:{_column(content)}: host {host.name} is given twice,"
-                f" first in line {first[0]}{alias}",
-                hint="put all its slots in one line" if not alias else "keep one name, with all its slots",
-            )
-        hosts.append(host)
-    if not hosts:
-        raise HostfileError(f"{name}: no host in it", hint="write one line per host: worker-0 slots=8")
-    return tuple(hosts)
+        try:
+            host = _parse_line(content, f"{name}:{number}")
+            _check_new(host.name, number, known, f"{name}:{number}:{_column(content)}")
+        except HostfileError as error:
+            errors.append(error)
+        else:
+            hosts.append(host)
+    if not hosts and not errors:
+        hint = "write one line per host: worker-0 slots=8"
+        errors.append(HostfileError(f"{name}: no host in it", hint=hint))
+    return tuple(hosts), tuple(errors)
+
+
+def _check_new(host: str, number: int, known: dict[str, tuple[int, str]], where: str) -> None:
+    """Note the name in ``known``. Raises HostfileError where the host is there already."""
+    if (first := _note_name(host, number, known)) is None:
+        return
+    alias = f" (as {first[1]})" if first[1] != host else ""
+    raise HostfileError(
+        f"{where}: host {host} is given twice, first in line {first[0]}{alias}",
+        hint="put all its slots in one line" if not alias else "keep one name, with all its slots",
+    )
 
 
 def render_hostfile(hosts: Sequence[Host]) -> str:

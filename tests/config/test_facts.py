@@ -133,6 +133,7 @@ def test_a_missing_hostfile_is_an_error_never_a_local_run(tmp_path: Path) -> Non
             ["hosts:2:9: slots=0", "hosts:4:3: 'slot=1' is not", "hosts:6:2: slots are missing"],
         ),
         ("a slots=1\na slots=1\nb\n", ["hosts:2:1: host a is given twice", "hosts:3:2: slots are missing"]),
+        ("x lots=8\na slots=1\na slots=2\n", ["hosts:1:3: 'lots=8' is not", "hosts:3:1: host a is given"]),
         ("# none\n", ["hosts: no host in it"]),
     ],
 )

@@ -6,36 +6,19 @@ import re
 from collections.abc import Iterator, Sequence
 
 from dslaunch.config.check.places import finding_of
-from dslaunch.core.errors import HostfileError
 from dslaunch.core.finding import Finding
-from dslaunch.core.hostfile import parse_hostfile
+from dslaunch.core.hostfile import read_hostfile
 from dslaunch.core.topology import Host
 
-_MOST_ERRORS = 100  # each costs a pass over the file
+_MOST_ERRORS = 100
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def check_hostfile(path: str, text: str) -> tuple[Finding, ...]:
     """All findings about a hostfile's text, in its order. ``path`` is for messages."""
-    errors, hosts = _parse_all(path, text)
-    found = [*errors, *_check_names(hosts)]
-    return tuple(sorted(found, key=lambda finding: finding.line or 0))
-
-
-def _parse_all(path: str, text: str) -> tuple[list[Finding], Sequence[Host]]:
-    """The error of each wrong line, found by leaving out the lines that are known to be wrong."""
-    lines = text.split("\n")
-    errors: list[Finding] = []
-    while len(errors) < _MOST_ERRORS:
-        try:
-            return errors, parse_hostfile("\n".join(lines), path)
-        except HostfileError as error:
-            finding = finding_of(error, "hostfile", path)
-            if finding.line is None:  # no host is left
-                return errors or [finding], ()
-            errors.append(finding)
-            lines[finding.line - 1] = ""
-    return errors, ()
+    hosts, errors = read_hostfile(text, path)
+    found = [finding_of(error, "hostfile", path) for error in errors[:_MOST_ERRORS]]
+    return tuple(sorted([*found, *_check_names(hosts)], key=lambda finding: finding.line or 0))
 
 
 def _check_names(hosts: Sequence[Host]) -> Iterator[Finding]:

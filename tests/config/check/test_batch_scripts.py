@@ -70,6 +70,7 @@ MISTAKES: list[tuple[str, str, str, str, int]] = [
      "nodelist-cut", "warning", 5),
     ("a nodelist cut by the shell", HEAD + "M=${SLURM_NODELIST%%,*}\n", "nodelist-cut", "warning", 5),
     ("a nodelist as master", HEAD + 'export MASTER_ADDR="$SLURM_JOB_NODELIST"\n', "nodelist-cut", "warning", 5),
+    ("a nodelist in words", HEAD + f'srun --nodelist="${{NODES[@]:0:2}}" {TORCHRUN}\n', "nodelist-split", "error", 5),
     ("tee hides a failure", HEAD + f"srun {TORCHRUN} 2>&1 | tee log\n", "pipe-hides-failure", "warning", 5),
     ("a signal without a trap", "#!/bin/bash\n#SBATCH --signal=B:USR1@120\nsrun deepspeed t.py\n",
      "signal-untrapped", "error", 2),
@@ -129,6 +130,7 @@ RIGHT: dict[str, str] = {
     "a function for the tasks": HEAD
     + f"work() {{\n  {TORCHRUN} --node_rank $SLURM_NODEID\n}}\nexport -f work\nsrun bash -c work\n",
     "the whole nodelist": HEAD + "echo ${SLURM_JOB_NODELIST:-none}\nsrun -w $SLURM_JOB_NODELIST hostname\n",
+    "nodes joined by commas": HEAD + f'srun -w "$(IFS=,; echo "${{NODES[*]:0:2}}")" {TORCHRUN}\n',
     "directives that are off": HEAD + "##SBATCH --nodes=$N\n# SBATCH --nodes=$N\nhostname\n##SBATCH -N 4\n",
     "patterns in file names": HEAD + "#SBATCH --output=logs/%x-%j.out  # one a job\nhostname\n",
     "a launcher in text": HEAD + 'echo "use torchrun or deepspeed"\nwhich deepspeed\nsrun hostname\n',

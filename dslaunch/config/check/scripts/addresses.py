@@ -16,6 +16,7 @@ _PORT = re.compile(
     r"['\"]?(?P<port>\d{4,5})\b"
 )
 _NODELIST = re.compile(r"\$\{?(SLURM_(?:JOB_|STEP_)?NODELIST|SLURM_NODELIST)\b(?P<cut>%|#|:|\[)?")
+_SPLIT = re.compile(r"(?:--nodelist|--exclude|-w|-x)[= ]?\s*[\"']?(?P<array>\$\{\w+\[@\][^}]*\})")
 _SCHEDULER_FILES = ("PBS_NODEFILE", "PE_HOSTFILE", "LSB_DJOB_HOSTFILE")
 
 
@@ -113,6 +114,16 @@ def _check_nodelist(job: Job) -> Iterator[Finding]:
             yield finding("nodelist-cut", "warning", command.line, message, hint)
 
 
+def _check_split_nodelist(job: Job) -> Iterator[Finding]:
+    """``--nodelist="${NODES[@]}"`` is a word for each node: all but the first become srun's command."""
+    for command in job.commands:
+        if command.name == "srun" and (match := _SPLIT.search(command.text)):
+            message = f"{match['array']} is a word for each node: srun takes the second one for the command"
+            joined = match["array"].replace("[@]", "[*]")
+            hint = f'join them by commas: $(IFS=,; echo "{joined}")'
+            yield finding("nodelist-split", "error", command.line, message, hint)
+
+
 def _default(text: str, match: re.Match[str]) -> bool:
     """``${NAME:-x}`` and ``${NAME:?x}`` cut nothing."""
     return text[match.end() : match.end() + 1] in ("-", "=", "?", "+")
@@ -136,5 +147,6 @@ RULES = (
     _check_master,
     _check_port,
     _check_nodelist,
+    _check_split_nodelist,
     _check_files,
 )
