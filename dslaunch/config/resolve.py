@@ -30,6 +30,7 @@ from dslaunch.core.plan import (
     Via,
     WatchPlan,
 )
+from dslaunch.core.topology import master_fault
 
 
 def resolve(
@@ -67,6 +68,7 @@ def resolve_into(
     adapter = _adapter(loaded.spec.adapter, report)
     settings = resolve_settings(report, facts, engine)
     check_env(loaded.spec.launch, report)
+    _check_master(report, facts, engine[1] if engine else None)
     ds_config = {}
     if engine is not None and loaded.spec.engine == "deepspeed":
         ds_config = render_ds_config(engine[0], report, facts, engine[1].devices)
@@ -264,6 +266,14 @@ class _Parts:
             max_restarts=spec.max_restarts,
             spare_hosts=hosts.spares if spec.max_restarts else (),
         )
+
+
+def _check_master(report: Report, facts: Facts, hosts: ResolvedHosts | None) -> None:
+    """``hosts``: None where it is not known which they are."""
+    addr = report.loaded.spec.cluster.master_addr
+    several = hosts is not None and hosts.topology.num_nodes > 1 and choose_via(hosts, facts)[0] != "local"
+    if addr is not None and (fault := master_fault(addr, meet_elsewhere=several)):
+        report.fail("cluster.master_addr", f"cluster.master_addr: {fault[0]}", fault[1])
 
 
 def _via(asked: Literal["auto"] | Via, hosts: ResolvedHosts, facts: Facts, report: Report) -> Via:

@@ -126,6 +126,22 @@ def plain_name(name: str) -> str:
     return "localhost" if plain in _LOOPBACK else plain
 
 
+def master_fault(addr: str, *, meet_elsewhere: bool) -> tuple[str, str] | None:
+    """Why ranks cannot meet at ``addr``, and what to do; None where they may.
+
+    ``meet_elsewhere``: some ranks are on other machines than this one.
+    """
+    bare = addr.removeprefix("[").removesuffix("]")
+    if bare != addr and is_address(bare):
+        return f"{addr!r} is in brackets, which ranks do not read", f"write {bare}"
+    if not HOST_NAME.fullmatch(addr) and not is_address(addr):
+        return f"{addr!r} is no host name or address", "leave it out: it is found by the way to the others"
+    if meet_elsewhere and plain_name(addr) == "localhost":
+        message = f"{addr!r} is what each host calls itself: ranks of several hosts do not meet there"
+        return message, "leave it out, or give the address at which the others find the first host"
+    return None
+
+
 def is_this_machine(name: str, *, look_up: bool = True) -> bool:
     """Whether ``name`` is this host's name or resolves to one of its addresses.
 

@@ -11,7 +11,7 @@ from dslaunch.core.command import RESERVED_VARIABLES, check_argv, check_env
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.plan import LaunchPlan, Via
 from dslaunch.core.run_dir import RunDir
-from dslaunch.core.topology import Host, RankPlace, is_this_machine
+from dslaunch.core.topology import Host, RankPlace, is_this_machine, master_fault
 from dslaunch.launch.agent import PROTOCOL, cpu_key
 from dslaunch.launch.container import without_the_images_own
 from dslaunch.launch.jit_cache import torch_extensions_dir
@@ -37,11 +37,14 @@ _NEVER_FORWARDED = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def check_launch(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """What can be known wrong before anything starts.
 
-    Raises ConfigError for words no process can be given, a variable that is ours
+    Raises ConfigError for words no process can be given, a master_addr that is none, a variable that is ours
     to set or a DS_ACCELERATOR that is not the plan's; EnvironmentNotReady where a
     secret is named but not set here.
     """
     check_argv(plan.argv, "launch")
+    several = plan.topology.num_nodes > 1 and plan.via != "local"
+    if plan.master_addr is not None and (fault := master_fault(plan.master_addr, meet_elsewhere=several)):
+        raise ConfigError(f"master_addr {fault[0]}; nothing was started", hint=fault[1])
     check_env(plan.env, "launch.env")
     for name in (*plan.env, *plan.secret_env):
         if name in RESERVED_VARIABLES:

@@ -42,6 +42,10 @@ from tests.cli.launching import HELLO, dslaunch, error_of, record
         (("--via", "pigeon", "--", "true"), "is not one of auto, local, ssh"),
         (("--num-gpus-per-node", "0", "--", "true"), "at least 1"),
         (("--master-port", "70000", "--", "true"), "a port is 1 to 65535"),
+        (
+            ("--num-gpus-per-node", "1", "--master-addr", "a b", "--", "true"),
+            "'a b' is no host name",
+        ),
         (("--", "true"), "say it: --num-gpus-per-node 2"),
         (("--num-gpus-per-node", "1", "--env", "=x", "--", "true"), "write NAME=VALUE"),
         (("--num-gpus-per-node", "1", "--env", "RANK=3", "--", "true"), "RANK is set by dslaunch"),

@@ -303,7 +303,7 @@ scheduler: {warmup_steps: 1, warmup_ratio: 0.1}
 num_train_epochs: 1
 max_steps: 2
 train_batch_size: 9
-cluster: {num_gpus_per_node: 2}
+cluster: {num_gpus_per_node: 2, master_addr: a b}
 precision: fp16
 launch: {env: {HF_TOKEN: secret, "A B": x, RANK: "0"}, secret_env: [1A]}
 """
@@ -322,6 +322,7 @@ launch: {env: {HF_TOKEN: secret, "A B": x, RANK: "0"}, secret_env: [1A]}
         "run.yaml:7: scheduler.warmup_steps and scheduler.warmup_ratio are both given",
         "run.yaml:9: max_steps and num_train_epochs are both given",
         "run.yaml:10: train_batch_size 9 is not a multiple of world_size 2",
+        "run.yaml:11: cluster.master_addr: 'a b' is no host name or address",
         "run.yaml:12: precision fp16: this CPU has neither AVX512-FP16 nor AMX-FP16, so DeepSpeed refuses it",
         "run.yaml:13: launch.env.HF_TOKEN: the name says that it is a secret, and a run file is no place"
         " for one",

@@ -66,9 +66,10 @@ def test_a_taken_port_starts_nothing(launch: Launch) -> None:
     assert launched.events("rank_start") == []
 
 
-def test_a_given_port_is_used(launch: Launch) -> None:
+def test_a_given_port_and_address_are_used(launch: Launch) -> None:
     lease = lease_port(None)
     lease.close()
-    launched = launch(python("print(os.environ['MASTER_PORT'])"), "--master-port", str(lease.port))
+    show = python("print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])")
+    launched = launch(show, "--master-port", str(lease.port), "--master-addr", "fe80::1%lo")
     code, out, err = launched.wait()
-    assert (code, out) == (0, f"{lease.port}\n"), err
+    assert (code, out) == (0, f"fe80::1%lo {lease.port}\n"), err

@@ -24,7 +24,7 @@ PARSER_IS_SILENT = {
     "auto", "unknown-key", "misplaced-key", "type", "range", "fraction", "choice", "bare-word", "placeholder",
     "optimizer-type", "scheduler-type", "untested-optimizer", "needs", "prescale", "grad-accum-dtype",
     "stage",
-    "removed-key", "contradiction", "world-size",
+    "removed-key", "contradiction", "world-size", "muon-stage-3",
 }  # fmt: skip
 
 
