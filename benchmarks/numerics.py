@@ -1,11 +1,14 @@
 """Every update of every cell against the float64 oracle: the whole matrix that the tests cover in pairs.
 
-    python benchmarks/numerics.py [--ranks 1|2] [--only TEXT] [--json]
+    python benchmarks/numerics.py [--ranks 1|2] [--only TEXT] [--cpu-adam] [--json]
 
 Precision (5) x stage (4) x accumulation (2) x clip (2) x offload (2) x optimizer (2) x straight, rolled
 back or resumed (3) x ranks (2), each a course of 17 to 19 steps with overflows, growths, hysteresis and
 minimum scale; see tests/train/engine/matrix.py. Cells that differ are printed with step and value.
 Exit code 1 where any does. About half an hour on two idle cores.
+
+With --cpu-adam the 360 cells of DeepSpeed's own CPU Adam instead: offloaded, stages 1 to 3. It is compiled
+first, for a minute or more (TORCH_EXTENSIONS_DIR says where). FusedAdam needs CUDA and is in no cell.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=(1, 2), help="cells of this many ranks alone")
     parser.add_argument("--only", default="", help="cells whose name holds this text")
+    parser.add_argument("--cpu-adam", action="store_true", help="DeepSpeed's CPU Adam, offloaded")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     cells = [
-        cell for cell in matrix.all_cells()
+        cell for cell in (matrix.cpu_adam_cells() if options.cpu_adam else matrix.all_cells())
         if options.ranks in (None, cell.ranks) and options.only in cell.name
     ]  # fmt: skip
     began, wrong = time.monotonic(), {}

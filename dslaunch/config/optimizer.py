@@ -86,6 +86,9 @@ def resolve_optimizer(
             "DeepSpeed has Lion for GPUs only" if spec.type == "Lion" else "DeepSpeed's JSON has no such name"
         )
         report.reason("optimizer.made_by", why)
+    elif spec.type == "Muon":
+        why = "the JSON says Muon, and dslaunch's engine runs its own in the place of DeepSpeed's"
+        report.reason("optimizer.made_by", why)
     plan = OptimizerPlan(
         type=spec.type,
         lr=lr,

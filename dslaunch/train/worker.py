@@ -73,6 +73,10 @@ def run_rank(plan: RunPlan, *, resume: bool) -> int:
     from dslaunch.train.dist import check_device, init_world, shutdown
 
     check_device(plan.launch.device_type)
+    if plan.engine == "deepspeed":
+        from dslaunch.train.engine.settings import check_version
+
+        check_version(plan.allow_untested_deepspeed)  # the engine says so as well, after the model is loaded
     world = init_world(timeout_s=plan.launch.ddp_timeout_s)
     code = train_rank(plan, world, stop, resume=resume)
     shutdown()

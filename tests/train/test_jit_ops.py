@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,21 @@ def test_a_build_of_another_process_is_waited_for_with_an_end(
         pytest.raises(EnvironmentNotReady, match=rf"fused_adam\.flock is held by process {os.getpid()}"),
     ):
         jit_ops.prepare_op("FusedAdamBuilder", hint="", timeout_s=0)
+
+
+def test_upstream_waits_for_a_lock_that_nobody_holds(tmp_path: Path) -> None:
+    """F10. Red: torch knows a dead lock by now, and need not be kept from it."""
+    from torch.utils.file_baton import FileBaton
+
+    lock = tmp_path / "lock"
+    lock.touch()
+    waiting = threading.Thread(target=FileBaton(str(lock), wait_seconds=0.01).wait, daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    lock.unlink()
+    waiting.join(10)
+    assert not waiting.is_alive()
 
 
 def test_no_lock_no_wait(tmp_path: Path) -> None:

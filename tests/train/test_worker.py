@@ -165,14 +165,29 @@ def test_a_finished_rank_takes_the_group_down(
     assert "waited for the other ranks" in result.stderr
 
 
-def test_it_never_trains_on_another_device_than_planned(tmp_path: Path, inputs: tuple[Path, Path]) -> None:
+TWO_STARTS = """
+import sys, deepspeed
+from dslaunch.train import worker
+codes = [worker.main(["--plan", sys.argv[1]])]
+deepspeed.__version__ = "0.99.1"
+codes.append(worker.main(["--plan", sys.argv[2]]))
+print(codes)
+"""
+
+
+def test_another_device_or_deepspeed_is_refused_before_anything_is_loaded(
+    tmp_path: Path, inputs: tuple[Path, Path]
+) -> None:
     plan = make_plan(tmp_path, *inputs, world_size=1)
-    plan = replace(plan, launch=replace(plan.launch, device_type="cuda"))
-    result = run_ranks([*WORKER, save_plan(plan)], world_size=1)[0]
-    assert result.returncode == 3
+    elsewhere = make_plan(tmp_path / "cuda", *inputs, world_size=1)
+    elsewhere = replace(elsewhere, launch=replace(elsewhere.launch, device_type="cuda"))
+    result = run_ranks(["-c", TWO_STARTS, save_plan(elsewhere), save_plan(plan)], world_size=1)[0]
+    assert result.stdout.splitlines()[-1] == "[3, 3]", describe([result])
     assert "the plan is for device cuda, but DeepSpeed would run on cpu here (torch " in result.stderr
     assert "DS_ACCELERATOR cpu)" in result.stderr and "unset DS_ACCELERATOR" in result.stderr
-    assert "loading" not in result.stderr
+    assert "Error: DeepSpeed 0.99.1 was never tested here, only 0.19" in result.stderr
+    assert "`dslaunch doctor --numerics`" in result.stderr
+    assert "loading" not in result.stderr and "Traceback" not in result.stderr
 
 
 BROKEN_TRACKER = """

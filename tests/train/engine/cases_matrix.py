@@ -42,15 +42,15 @@ class TwoWeights(torch.nn.Module):
 
 def settings(cell: Cell) -> dict[str, Any]:
     adamw = {"lr": oracle.LR, "betas": list(oracle.BETAS), "eps": oracle.EPS,
-             "weight_decay": oracle.WEIGHT_DECAY, "torch_adam": True}  # fmt: skip
+             "weight_decay": oracle.WEIGHT_DECAY, "torch_adam": cell.optimizer == "AdamW"}  # fmt: skip
     sgd = {"lr": oracle.LR, "momentum": oracle.MOMENTUM, "dampening": oracle.DAMPENING}
-    params = adamw if cell.optimizer == "AdamW" else sgd
+    params = sgd if cell.optimizer == "SGD" else adamw
     value = config(
         cell.stage,
         cell.dtype,
         accumulation=cell.accumulation,
         clipping=cell.clipping,
-        optimizer={"type": cell.optimizer, "params": params},
+        optimizer={"type": "SGD" if cell.optimizer == "SGD" else "AdamW", "params": params},
     )
     if cell.precision == "fp16 static":
         value["fp16"]["loss_scale"] = matrix.STATIC_SCALE
@@ -160,7 +160,8 @@ def main(out_dir: Path, names: list[str]) -> None:
     """The named cells, or all of this number of ranks. For benchmarks/numerics.py."""
     from tests.train.rank_cases import run_cases
 
-    cells = [cell for cell in matrix.all_cells() if not names or cell.name in names]
+    every = [*matrix.all_cells(), *matrix.cpu_adam_cells()]
+    cells = [cell for cell in every if not names or cell.name in names]
     run_cases(cases_of(cells), out_dir, RANK)
 
 

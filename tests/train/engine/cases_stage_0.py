@@ -45,6 +45,18 @@ def bare_stage_0_fp16_update() -> float:
         return float(ds.optimizer.fp32_groups[0][0].item())
 
 
+def bare_stage_0_scales() -> list[float]:
+    """The scale after each of four overflows: hysteresis 2, and 64 is the minimum."""
+    scale = {"initial_scale_power": 8, "hysteresis": 2, "min_loss_scale": 64}
+    with bare_deepspeed(OneWeight(), config(0, "fp16", fp16=scale)) as ds:
+        scales = []
+        for _ in range(4):
+            ds.backward(ds(torch.tensor([float("inf")])))
+            ds.step()
+            scales.append(float(ds.optimizer.cur_scale))
+        return scales
+
+
 def bare_stage_0_phantom_step(precision: str) -> float:
     """AdamW's fp32 master right after initialize, where nothing has been trained."""
     settings = config(0, precision, optimizer=ADAMW)
@@ -61,6 +73,7 @@ def all_cases() -> dict[str, Case]:
         for precision in ("fp32", "bf16", "fp16")
     }
     cases["bare-stage-0-fp16"] = bare_stage_0_fp16_update
+    cases["bare-stage-0-scales"] = bare_stage_0_scales
     cases["bare-phantom/fp16"] = lambda: bare_stage_0_phantom_step("fp16")
     cases["bare-phantom/bf16"] = lambda: bare_stage_0_phantom_step("bf16")
     return cases

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,13 @@ def all_cells() -> list[Cell]:
     """Every cell that exists: at stage 0 there is nothing to offload."""
     cells = (Cell(*values) for values in itertools.product(*LEVELS.values()))
     return [cell for cell in cells if not (cell.offload and cell.stage == 0)]
+
+
+def cpu_adam_cells() -> list[Cell]:
+    """The offloaded cells of AdamW with DeepSpeed's own CPU Adam, which has to be compiled first."""
+    return [
+        replace(c, optimizer="DeepSpeedCPUAdam") for c in all_cells() if c.offload and c.optimizer == "AdamW"
+    ]
 
 
 def pairs_of(cell: Cell) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
@@ -109,7 +116,7 @@ def expected(cell: Cell) -> list[dict[str, Any]]:
     training = Training(
         precision=cell.dtype,
         weights=start(cell),
-        optimizer=AdamW() if cell.optimizer == "AdamW" else Momentum(),
+        optimizer=Momentum() if cell.optimizer == "SGD" else AdamW(),
         clipping=cell.clipping,
         accumulation=cell.accumulation,
         scaler=Scaler(2.0**INITIAL_POWER, WINDOW, HYSTERESIS, minimum=MINIMUM) if dynamic else None,

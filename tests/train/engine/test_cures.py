@@ -131,6 +131,11 @@ def test_upstream_stage_0_does_not_scale_the_fp16_loss(two_ranks: CaseResults) -
     assert update == pytest.approx(-STEP / 256, rel=1e-3)  # divided by the scale it never got
 
 
+def test_upstream_stage_0_knows_no_hysteresis_and_is_silent_at_the_minimum(two_ranks: CaseResults) -> None:
+    """F4. Stages 1-3 would have 256, 128, 64 and then raise."""
+    assert two_ranks["bare-stage-0-scales"] == [128, 64, 64, 64]
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_upstream_stage_0_takes_a_step_before_training(two_ranks: CaseResults, precision: str) -> None:
     # lr .1 x decay .5, on zero gradients
