@@ -170,6 +170,7 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
 def _examine(case: _Case, timeout_s: float) -> Report:
     from dslaunch.cli.doctor_checks import Wanted, find_differences, find_problems, hosts_to_exclude
     from dslaunch.cli.doctor_report import Report
+    from dslaunch.launch.jit_cache import held_here
     from dslaunch.launch.probing import is_here, probe_hosts
     from dslaunch.launch.ready import check_way
 
@@ -191,7 +192,8 @@ def _examine(case: _Case, timeout_s: float) -> Report:
         cwd=case.launch.cwd,
         is_trainer=case.ds_config is not None,
     )
-    findings += find_problems(probed, inventories, wanted)
+    locks = {lock.path for one in probed if one.facts for lock in one.facts.locks}
+    findings += find_problems(probed, inventories, wanted, held_here(locks))
     return Report(
         probed=probed,
         inventories=inventories,
@@ -214,7 +216,7 @@ def _witness(
     from dslaunch.launch.startup import lay_witness
 
     there = _nearest(folder)
-    with lay_witness(there, needed=needed and os.access(there, os.W_OK)) as witness:
+    with lay_witness(there, wanted=needed and os.access(there, os.W_OK)) as witness:
         if needed and witness is None:
             message = f"cannot write {there}, where the run directory would be"
             findings.append(
@@ -229,11 +231,10 @@ def _nearest(folder: Path) -> Path:
 
 
 def _request(case: _Case, witness: Mapping[str, str] | None) -> ProbeRequest:
-    from dslaunch.cli.doctor_checks import PACKAGES
     from dslaunch.core.inventory import NVIDIA_SMI
-    from dslaunch.core.run_dir import cache_dir
+    from dslaunch.core.packages import COMPARED
     from dslaunch.launch.container import enter_words
-    from dslaunch.launch.jit_cache import torch_extensions_dir
+    from dslaunch.launch.jit_cache import cache_of, torch_extensions_dir
     from dslaunch.launch.probing import ProbeRequest
     from dslaunch.launch.text import utf8_environ
 
@@ -241,22 +242,21 @@ def _request(case: _Case, witness: Mapping[str, str] | None) -> ProbeRequest:
     environ = {**utf8_environ(), **launch.env}
     if launch.device_type == "cuda":  # as ranks are told, whatever it is here
         environ["DS_ACCELERATOR"] = "cuda"
+    ops = environ.get("TORCH_EXTENSIONS_DIR")
     if launch.container is not None:  # where the image, or its user's home, has them
-        cache, ops = environ.get("DSLAUNCH_CACHE", "~/.cache/dslaunch"), "~/.cache/torch_extensions"
-    else:
-        cache = str(cache_dir(environ).absolute())
-        own = environ.get("TORCH_EXTENSIONS_DIR")
-        ops = own or str(torch_extensions_dir(launch.argv[0], environ, launch.cwd))
+        ops = "~/.cache/torch_extensions"
+    elif not ops:
+        ops = str(torch_extensions_dir(launch.argv[0], environ, launch.cwd))
     return ProbeRequest(
         via=launch.via,
         within=enter_words(dataclasses.replace(launch, run_dir=str(_nearest(Path(launch.run_dir))))),
         gpus=launch.device_type == "cuda",
         python=launch.argv[0],
-        packages=PACKAGES,
+        packages=COMPARED,
         environ=environ,
         cwd=launch.cwd,
         witness=witness,
-        cache=cache,
+        cache=cache_of(launch, environ),
         ops=ops,
         smi=NVIDIA_SMI,
         master_addr=launch.master_addr,

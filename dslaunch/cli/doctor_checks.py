@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 from dslaunch.core.finding import Severity
 from dslaunch.core.inventory import driver_of
-from dslaunch.core.packages import HOW_TO_INSTALL
+from dslaunch.core.packages import COMPARED, DEEPSPEED, HOW_TO_INSTALL, TRAINER
 
 if TYPE_CHECKING:
     from dslaunch.core.devices import Device, Inventory
+    from dslaunch.launch.preflight import Difference
     from dslaunch.launch.probing import HostFacts, Probed
 
-# What no rank of DeepSpeed can do without, and what our own trainer needs besides.
-DEEPSPEED = ("torch", "deepspeed")
-TRAINER = ("transformers", "peft", "datasets", "accelerate", "safetensors")
-PACKAGES = (*DEEPSPEED, *TRAINER, "bitsandbytes", "flash-attn")
-_LEAST_CACHE = 2**30
-_LEAST_INODES = 1000
-_LEAST_FILES = 1024
 _CUDA_MINORS_MIX = ("10", "11", "12")  # majors of which DeepSpeed takes any two minors together
 _OLDEST_PYTHON = (3, 10)
 _NONE = "none"
@@ -56,22 +50,20 @@ class Wanted:
     is_trainer: bool
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Something of which the hosts have different values: the value of most first, each with its hosts."""
-
-    what: str
-    values: tuple[tuple[str, tuple[str, ...]], ...]
-
-
 def find_problems(
-    probed: Sequence[Probed], inventories: Mapping[str, Inventory], wanted: Wanted
+    probed: Sequence[Probed],
+    inventories: Mapping[str, Inventory],
+    wanted: Wanted,
+    held_here: Set[str] = frozenset(),
 ) -> list[HostFinding]:
-    """All that is wrong, host by host; ``inventories`` are of the hosts that answered."""
-    from dslaunch.launch.preflight import clock_problem
+    """All that is wrong, host by host; ``inventories`` are of the hosts that answered.
+
+    ``held_here``: locks that a process of this machine has open, which need be none of the hosts.
+    """
+    from dslaunch.launch.preflight import CLOCK_HINT, clock_problem, held_locks
 
     found: list[HostFinding] = []
-    held = {lock.path for one in probed if one.facts for lock in one.facts.locks if lock.held is not False}
+    held = held_locks([one.facts for one in probed if one.facts]) | held_here
     skews = [one.skew_s for one in probed if one.facts]
     for one in probed:
         name = one.host.name
@@ -83,12 +75,11 @@ def find_problems(
         _check_devices(say, one, inventories[name], wanted)
         _check_compilers(say, one.facts, wanted)
         _check_folders(say, one.facts, wanted)
-        _check_limits(say, one, len(one.host.slots))
-        _check_locks(say, one.facts, held, wanted)
+        _check_surroundings(say, one, held, wanted)
         if len(probed) > 1:
             _check_network(say, one, probed)
             if (problem := clock_problem(one.skew_s - median(skews))) is not None:
-                say.warn("clock", problem, "start an NTP client there")
+                say.warn("clock", problem, CLOCK_HINT)
     found += _differing_versions(probed)
     return found
 
@@ -97,6 +88,8 @@ def find_differences(
     probed: Sequence[Probed], inventories: Mapping[str, Inventory]
 ) -> tuple[Difference, ...]:
     """Only what differs between the hosts that answered."""
+    from dslaunch.launch.preflight import differing
+
     answered = {one.host.name: one.facts for one in probed if one.facts is not None}
     rows: dict[str, dict[str, str | None]] = {
         **_versions(answered),
@@ -107,7 +100,7 @@ def find_differences(
         "cores": {host: str(facts.cores) for host, facts in answered.items()},
         "devices": {host: devices_text(inventories[host]) for host in answered},
     }
-    return _differing(rows)
+    return differing(rows)
 
 
 def devices_text(inventory: Inventory) -> str:
@@ -234,55 +227,24 @@ def _fit_together(cuda: str, nvcc: str) -> bool:
 
 
 def _check_folders(say: _Sayer, facts: HostFacts, wanted: Wanted) -> None:
-    from dslaunch.launch.preflight import gib
-
     if not facts.has_cwd:
         say.fail("cwd", f"no working directory {wanted.cwd}", "start where all hosts have it")
     if facts.witness is not None:
         severity: Severity = "error" if wanted.is_trainer else "warning"
         say.say(severity, "run-dir", facts.witness, "put --run-dir on a file system that all hosts share")
-    if facts.cache_problem is not None:
-        say.fail(
-            "cache",
-            f"cannot write the cache {facts.cache_path}: {facts.cache_problem}",
-            "set DSLAUNCH_CACHE to a directory that can be written",
-        )
-        return
-    free, inodes = facts.cache.free_bytes, facts.cache.free_inodes
-    short = "free some, or set DSLAUNCH_CACHE to another file system"
-    if free is not None and free < _LEAST_CACHE:
-        say.warn("cache", f"{gib(free)} are free for the cache {facts.cache_path}", short)
-    if inodes is not None and inodes < _LEAST_INODES:
-        say.warn("cache", f"only {inodes} files more fit on the file system of {facts.cache_path}", short)
 
 
-def _check_limits(say: _Sayer, one: Probed, num_ranks: int) -> None:
-    from dslaunch.launch.preflight import gib, shm_hint, shm_problem
+def _check_surroundings(say: _Sayer, one: Probed, held: Set[str], wanted: Wanted) -> None:
+    """What a launch doubts too."""
+    from dslaunch.launch.preflight import cache_doubts, limit_doubts, lock_doubts
 
     facts = one.facts
     assert facts is not None
-    if (problem := shm_problem(facts.shm.total_bytes, num_ranks)) is not None:
-        say.warn("shm", problem, shm_hint(num_ranks))
-    if -1 < facts.nofile < _LEAST_FILES:
-        say.warn("nofile", f"a process may open {facts.nofile} files", "ulimit -n 65536")
-    if facts.infiniband and facts.memlock != -1:
-        say.warn(
-            "memlock",
-            f"it has InfiniBand, and a process may lock {gib(facts.memlock)} of memory",
-            "set memlock to unlimited (limits.conf; for ssh in sshd's own limits)",
-        )
-
-
-def _check_locks(say: _Sayer, facts: HostFacts, held: set[str], wanted: Wanted) -> None:
-    for lock in facts.locks:
-        if lock.path in held:
-            continue
-        say.say(
-            "warning" if wanted.is_trainer else "error",  # our trainer removes it
-            "stale-lock",
-            f"no process has {lock.path} open: a killed build left it, and DeepSpeed waits for it for ever",
-            f"rm {lock.path}, unless a build runs on another machine",
-        )
+    for doubt in (*cache_doubts(facts), *limit_doubts(facts, len(one.host.slots))):
+        fails = doubt.code == "cache" and facts.cache_problem is not None
+        say.say("error" if fails else "warning", doubt.code, doubt.message, doubt.hint)
+    for doubt in lock_doubts(facts, held):  # our trainer removes it
+        say.say("warning" if wanted.is_trainer else "error", doubt.code, doubt.message, doubt.hint)
 
 
 def _check_network(say: _Sayer, one: Probed, probed: Sequence[Probed]) -> None:
@@ -323,8 +285,10 @@ def _is_loopback(address: str) -> bool:
 
 def _differing_versions(probed: Sequence[Probed]) -> Iterator[HostFinding]:
     """Findings for the hosts that have other versions than most, or than the first where it is a tie."""
+    from dslaunch.launch.preflight import differing
+
     answered = {one.host.name: one.facts for one in probed if one.facts is not None}
-    for difference in _differing({**_versions(answered), _DRIVER: _drivers(answered)}):
+    for difference in differing({**_versions(answered), _DRIVER: _drivers(answered)}):
         (usual, _), *others = difference.values
         for value, host in ((value, host) for value, hosts in others for host in hosts):
             if _NONE in (value, usual) and difference.what in (*DEEPSPEED, *TRAINER):
@@ -352,7 +316,7 @@ def _versions(answered: Mapping[str, HostFacts]) -> dict[str, dict[str, str | No
         "python": {host: facts.interpreter.version for host, facts in works.items()},
         **{
             package: {host: facts.interpreter.packages.get(package) for host, facts in works.items()}
-            for package in PACKAGES
+            for package in COMPARED
         },
     }
 
@@ -364,16 +328,3 @@ def _drivers(answered: Mapping[str, HostFacts]) -> dict[str, str | None]:
         for host, facts in answered.items()
     }
     return {host: driver for host, driver in told.items() if driver is not None}
-
-
-def _differing(rows: Mapping[str, Mapping[str, str | None]]) -> tuple[Difference, ...]:
-    found = []
-    for what, value_of in rows.items():
-        hosts_of: dict[str, list[str]] = {}
-        for host, value in value_of.items():
-            hosts_of.setdefault(value or _NONE, []).append(host)
-        if len(hosts_of) > 1:
-            # Sorting is stable: the first host's value stays in front of one that as many have.
-            values = sorted(hosts_of.items(), key=lambda item: -len(item[1]))
-            found.append(Difference(what, tuple((value, tuple(hosts)) for value, hosts in values)))
-    return tuple(found)

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dslaunch.cli.doctor_checks import PACKAGES, Difference, HostFinding, devices_text
+from dslaunch.cli.doctor_checks import HostFinding, devices_text
+from dslaunch.core.packages import COMPARED
 
 if TYPE_CHECKING:
     from dslaunch.core.devices import Inventory
+    from dslaunch.launch.preflight import Difference
     from dslaunch.launch.probing import Probed
 
 SCHEMA_VERSION = 1
@@ -118,6 +120,8 @@ def _one_host(report: Report) -> list[str]:
 
 
 def _several_hosts(report: Report) -> list[str]:
+    from dslaunch.launch.preflight import difference_table
+
     first = report.probed[0]
     answered = [one for one in report.probed if one.facts is not None]
     lines = [f"{len(answered)} of {len(report.probed)} hosts answered, in {report.seconds:.1f} s"]
@@ -130,7 +134,7 @@ def _several_hosts(report: Report) -> list[str]:
     if report.precision is not None:
         lines.append(f"precision {': '.join(report.precision)}")
     if report.differences:
-        lines += ["", *_difference_table(report.differences)]
+        lines += ["", *difference_table(report.differences)]
     elif len(answered) > 1:
         lines.append("versions, devices and CPUs are the same on all")
     return [*lines, ""]
@@ -139,15 +143,6 @@ def _several_hosts(report: Report) -> list[str]:
 def _interfaces(reached: Sequence[Probed]) -> str:
     names = dict.fromkeys(one.interface for one in reached if one.interface)
     return f" (by {', '.join(names)})" if names else ""
-
-
-def _difference_table(differences: Sequence[Difference]) -> list[str]:
-    rows = [("differs", "value", "hosts")]
-    for difference in differences:
-        for place, (value, hosts) in enumerate(difference.values):
-            rows.append((difference.what if place == 0 else "", value, _names(hosts)))
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return [f"{what:<{widths[0]}}  {value:<{widths[1]}}  {hosts}" for what, value, hosts in rows]
 
 
 def _alike(
@@ -195,7 +190,7 @@ def _host_json(one: Probed, memory: int | None) -> dict[str, Any]:
         "cores": facts.cores,
         "memory_bytes": memory,
         "python": facts.interpreter.version or None,
-        "packages": {name: facts.interpreter.packages.get(name) for name in PACKAGES},
+        "packages": {name: facts.interpreter.packages.get(name) for name in COMPARED},
         "torch_cuda": facts.interpreter.torch_cuda,
         "tools": dict(facts.tools),
         "shm": asdict(facts.shm),

@@ -10,6 +10,8 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dslaunch.observe.run_status import RunStatus
+
 
 @click.command("logs", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("run_dir", metavar="RUN_DIR")
@@ -31,6 +33,8 @@ def command(run_dir: str, ranks: str | None, lines: int, follow: bool) -> None:
     status = load_status(path)
     default = 0 if status.failed_rank is None else status.failed_rank
     wanted = [default] if ranks is None else None if ranks == "all" else parse_ranks(ranks)
+    if elsewhere := [rank for rank in sorted(status.logs_elsewhere) if wanted is None or rank in wanted]:
+        wanted = _without_those_elsewhere(status, elsewhere, wanted)
     shown = rank_logs.find_ranks(path, wanted)
     tails = rank_logs.read_tails(path, shown, lines, finished=follow)
     for members, tail in rank_logs.group_tails(tails):
@@ -41,6 +45,27 @@ def command(run_dir: str, ranks: str | None, lines: int, follow: bool) -> None:
         places = {rank: tail.end for rank, tail in tails.items()}
         for rank, line in rank_logs.follow(path, places, lambda: is_over(path)):
             click.echo(line if len(shown) == 1 else f"rank {rank}| {line}")
+
+
+def _without_those_elsewhere(
+    status: RunStatus, elsewhere: Sequence[int], wanted: Sequence[int] | None
+) -> Sequence[int]:
+    """The other ranks, after a note of where these have their logs. Raises ConfigError where none is left."""
+    from dslaunch.cli.talk import note
+    from dslaunch.core.errors import ConfigError
+    from dslaunch.core.topology import span
+
+    hosts = dict.fromkeys(status.logs_elsewhere[rank] for rank in elsewhere)
+    path = f"{status.run_dir}/logs/rank-{elsewhere[0] if len(elsewhere) == 1 else 'N'}.log"
+    have = "have their logs" if len(elsewhere) > 1 else "has its log"
+    where = f"{', '.join(hosts)}, which {'do' if len(hosts) > 1 else 'does'} not see this run directory"
+    text = f"rank{'s' * (len(elsewhere) > 1)} {span(elsewhere)} {have} on {where}: {path}"
+    all_ranks = range(status.world_size) if wanted is None else wanted
+    left = [rank for rank in all_ranks if rank not in status.logs_elsewhere]
+    if not left:
+        raise ConfigError(text, hint=f"look there: ssh {next(iter(hosts))} tail {path}")
+    note(text)
+    return left
 
 
 def parse_ranks(text: str) -> Sequence[int]:

@@ -41,7 +41,9 @@ def status_lines(status: RunStatus, now: datetime) -> list[str]:
         rows.append(("saved", steps if count <= 4 else f"{count} checkpoints, the last {steps}"))
     rows += [("trouble", text) for text in status.trouble]
     if status.failed_rank is not None:
-        rows.append(("log", f"{status.run_dir}/logs/rank-{status.failed_rank}.log"))
+        host = status.logs_elsewhere.get(status.failed_rank)
+        there = "" if host is None else f"{host}:"
+        rows.append(("log", f"{there}{status.run_dir}/logs/rank-{status.failed_rank}.log"))
     if (advice := _advice(status)) is not None:
         rows.append(("next", advice))
     return [f"{name:<9}{text}" for name, text in rows]

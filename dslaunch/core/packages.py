@@ -12,6 +12,10 @@ TRAINING = (
     "torch", "deepspeed", "transformers", "peft", "datasets", "pyarrow", "numpy", "safetensors",
     "accelerate", "gguf", "ninja", "setuptools", "psutil", "tensorboard", "bitsandbytes",
 )  # fmt: skip
+# What no rank of DeepSpeed can do without, what our trainer needs besides, and what hosts should have alike.
+DEEPSPEED = ("torch", "deepspeed")
+TRAINER = ("transformers", "peft", "datasets", "accelerate", "safetensors")
+COMPARED = (*DEEPSPEED, *TRAINER, "bitsandbytes", "flash-attn")
 HOW_TO_INSTALL = "in your clone of dslaunch, in that environment: pip install '.[train]' -c constraints.txt"
 # Of these a run can do without: curves are left out, ninja may be the system's, gguf is for .gguf files.
 _CAN_DO_WITHOUT = ("tensorboard", "ninja", "gguf", "bitsandbytes")

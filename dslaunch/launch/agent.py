@@ -11,7 +11,8 @@ Its stdin is JSON lines. The first is the orders::
 
     {"protocol": PROTOCOL, "argv": [...], "cwd": "...", "env": {...}, "host": "...",
      "visible_devices": {"slots": ["0"], "of": ["0", "1"]} | null,
-     "witness": {"path": "...", "text": "..."} | null, "auto_threads": true,
+     "witness": {"path": "...", "text": "...", "needed": true} | null, "auto_threads": true,
+     "cache": {"path": "...", "needed": true}, "packages": ["torch", ...],
      "ops_cpu": "1a2b3c4d" | null, "failure_grace_s": 5.0, "checkpoint_grace_s": 120.0,
      "host_timeout_s": 30.0 | null, "meet": {"peers": ["b"], "addr": "..." | null,
               "port": 29500 | null, "leased": false} | null,
@@ -23,7 +24,8 @@ then commands: ``{"command": "reach", "addr": "...", "port": n}``, ``{"command":
 "ack", "bytes": n}``, ``{"command": "beat"}``. End of stdin, or no command for
 ``host_timeout_s``, means that the supervisor is gone: the ranks are stopped.
 ``meet`` is for the host of rank 0: it says at which address and port ranks of
-other hosts find it. ``witness`` is a file that a shared run directory shows.
+other hosts find it. ``witness`` is a file that a shared run directory shows; where it,
+or a cache that can be written, is ``needed``, nothing starts without.
 
 Its stdout is JSON lines, one event each: ``hello``, ``refused`` (nothing was
 started), ``ready``, ``reached``, ``start``, ``output``, ``error_line``, ``exit``,
@@ -52,6 +54,7 @@ import json
 import os
 import random
 import re
+import resource
 import selectors
 import signal
 import socket
@@ -62,7 +65,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-PROTOCOL = 4
+PROTOCOL = 5
 CHUNK = 65536
 WINDOW = 1 << 20  # bytes of shown output that may be on their way; then the rank's pipe is left to fill
 TAIL = 16384  # bytes of stderr kept for the report of a failure
@@ -73,6 +76,7 @@ TICK_S = 0.05
 SETTLE_S = 1.0  # helpers of a rank that ended well may take this long to end by themselves
 UNKILLABLE_S = 10.0
 REACH_S = 10.0  # for a connection to the host of rank 0
+MOST_LOCKS = 20  # of a cache of ops are looked at
 LOWEST_PORT = 15000  # below are ports that sites give to services
 ERROR_LINE = re.compile(rb"^(\w+\.)*\w*(Error|Exception|Interrupt)\b|\b(ERROR|CRITICAL|FATAL)\b")
 CUDA_VARIABLE = b"CUDA_VISIBLE_DEVICES"
@@ -237,6 +241,7 @@ class Agent:
         self.asked: set[int] = set()
         self.left: list[int] = []
         self.prepared: tuple[bytes, dict[bytes, bytes], bytes] | None = None
+        self.facts: dict[str, Any] = {}  # for ``ready``
         self.lease = Lease(None)
         self.started = self.refused = False
         self.host_timeout_s: float = orders["host_timeout_s"] or float("inf")
@@ -290,7 +295,7 @@ class Agent:
             if env.get(name) is None:
                 check_gpus(wanted["slots"])
             env[name] = to_bytes(visible_devices(wanted["slots"], wanted["of"], env.get(name)))
-        check_witness(orders["witness"])
+        self.facts = self.look_around(env)
         cwd = to_bytes(orders["cwd"])
         if not os.path.isdir(cwd):
             raise Refusal(f"no working directory {to_text(cwd)}", "create it, or give launch.cwd")
@@ -304,6 +309,20 @@ class Agent:
                 ) from None
             self.ranks.append(Rank(item, log))
         return program, env, cwd
+
+    def look_around(self, env: dict[bytes, bytes]) -> dict[str, Any]:
+        """What this host is like; raises Refusal where the ranks cannot do without what it lacks."""
+        witness, cache = self.orders["witness"], self.orders["cache"]
+        unseen = witness_problem(witness)
+        if unseen is not None and witness["needed"]:
+            raise Refusal(unseen, "put --run-dir on a file system that all hosts share, and their containers")
+        ops = to_text(env.get(b"TORCH_EXTENSIONS_DIR") or b"~/.cache/torch_extensions")
+        found = look_around(cache["path"], ops)
+        problem = found["cache"]["problem"]
+        if problem is not None and cache["needed"]:
+            raise Refusal(f"cannot write the cache {found['cache']['path']}: {problem}",
+                          "set DSLAUNCH_CACHE to a directory that can be written")  # fmt: skip
+        return {"unseen": unseen, "surroundings": found}
 
     def meet(self) -> dict[str, Any]:
         """Where ranks of other hosts find rank 0, if it runs here: address and port."""
@@ -511,7 +530,7 @@ class Agent:
         return {
             "memory_limit_bytes": memory_limit(),
             "oom_kills": None if before is None or now is None else now - before,
-            "shm_bytes": shm_bytes(),
+            "shm_bytes": space("/dev/shm")["total_bytes"],
         }
 
     def begin_stop(self, grace_s: float) -> None:
@@ -657,10 +676,10 @@ class Agent:
 # --- what is asked of the host: the run directory, ports and addresses ------------------------------
 
 
-def check_witness(witness: dict[str, str] | None) -> None:
-    """Raises Refusal where this host does not see the run directory that the launcher wrote to."""
+def witness_problem(witness: dict[str, Any] | None) -> str | None:
+    """That this host does not see the run directory that the launcher wrote to; None where it does."""
     if witness is None:
-        return
+        return None
     path = to_bytes(witness["path"])
     folder = os.path.dirname(path)
     try:
@@ -669,11 +688,9 @@ def check_witness(witness: dict[str, str] | None) -> None:
             seen = stream.read()
     except OSError as error:
         seen = error.strerror or str(error)
-    if seen != witness["text"]:
-        raise Refusal(
-            f"the run directory {to_text(folder)} of the launcher is not seen here ({seen or 'another one'})",
-            "put --run-dir on a file system that all hosts share, and their containers",
-        )
+    if seen == witness["text"]:
+        return None
+    return f"the run directory {to_text(folder)} of the launcher is not seen there ({seen or 'another one'})"
 
 
 def find_port() -> tuple[int, socket.socket]:
@@ -803,22 +820,33 @@ def usable_cores(root: str = "/") -> int:
     return cores
 
 
-def shm_bytes() -> int | None:
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    return found.f_blocks * found.f_frsize
+def versions_beside(program: bytes, packages: Sequence[str]) -> dict[str, str]:
+    """Of the environment whose program this is: its Python and ``packages``, by the names of their metadata.
 
-
-def versions_beside(program: bytes) -> dict[str, str]:
-    """torch and DeepSpeed of the environment whose Python ``program`` is, by the names of their metadata."""
-    top = glob.escape(os.path.dirname(os.path.dirname(to_text(program))))
-    found = {}
-    for name in ("torch", "deepspeed"):
-        for path in glob.glob(os.path.join(top, "lib/python3*/site-packages", name + "-*.dist-info")):
-            found[name] = os.path.basename(path)[len(name) + 1 : -len(".dist-info")]
+    No process is started for it. Python is left out where the program has none of its own, like /bin/sh.
+    """
+    path, found = to_text(program), {}
+    top = os.path.dirname(os.path.dirname(path))
+    is_python = os.path.basename(path).startswith("python")
+    libs = glob.glob(os.path.join(glob.escape(top), "lib/python3.*"))
+    if is_python and os.path.realpath(path) == os.path.realpath(sys.executable):
+        found["python"] = sys.version.split()[0]
+    elif len(libs) == 1 and (is_python or os.path.exists(os.path.join(top, "pyvenv.cfg"))):
+        found["python"] = os.path.basename(libs[0])[len("python"):]  # fmt: skip
+    names = {name.replace("-", "_").lower(): name for name in packages}
+    for lib in libs:
+        for entry in entries(os.path.join(lib, "site-packages")):
+            name, _, version = entry.partition("-")
+            if entry.endswith(".dist-info") and name.lower() in names:
+                found[names[name.lower()]] = version[: -len(".dist-info")]
     return found
+
+
+def entries(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def cgroups(root: str, controller: str) -> list[str]:
@@ -912,6 +940,98 @@ def cpu_model(root: str = "/") -> str:
 
 def cpu_key() -> str:
     return hashlib.sha256(cpu_model().encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
+# --- its disk, limits, and locks that killed builds left -------------------------------------------
+
+
+def look_around(cache: str, ops: str, root: str = "/") -> dict[str, Any]:
+    """What may keep a run from going well here, for the launcher's side to judge (preflight.py).
+
+    ``cache`` need not be there yet; ``ops``: torch's cache of compiled ops.
+    """
+    cache, ops = os.path.expanduser(cache), os.path.expanduser(ops)
+    return {
+        "machine": os.uname().machine,
+        "shm": space(os.path.join(root, "dev/shm")),
+        "cache": {"path": cache, **space(cache), "problem": write_problem(cache)},
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "infiniband": os.path.isdir(os.path.join(root, "sys/class/infiniband")),
+        "locks": torch_locks(ops),
+    }
+
+
+def space(path: str) -> dict[str, int | None]:
+    """Bytes and inodes of the file system that ``path`` is or will be on; None: not counted there."""
+    try:
+        found = os.statvfs(existing(path))
+    except OSError:
+        return {"total_bytes": None, "free_bytes": None, "free_inodes": None}
+    return {
+        "total_bytes": found.f_blocks * found.f_frsize,
+        "free_bytes": found.f_bavail * found.f_frsize,
+        "free_inodes": found.f_favail if found.f_files else None,
+    }
+
+
+def existing(path: str) -> str:
+    """``path`` or the nearest folder above it that is there."""
+    while not os.path.exists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return path
+
+
+def write_problem(path: str) -> str | None:
+    """Why nothing can be written at ``path``. A quota that is used up shows only when writing."""
+    name = os.path.join(existing(path), f".dslaunch-{os.uname().nodename}-{os.getpid()}-{time.time_ns()}")
+    try:
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.unlink(name)
+            left = 65536
+            while left:
+                left -= os.write(fd, b"x" * left)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def torch_locks(folder: str) -> list[dict[str, Any]]:
+    """torch's lock files in a cache of ops. ``held``: whether a process here has one open; None where /proc
+    does not show: another user's. torch keeps it open while it builds (torch/utils/file_baton.py).
+    """
+    top, found = glob.escape(folder), {}
+    # Where nobody says where the cache is, torch makes one below it for each Python and CUDA.
+    for path in sorted(glob.glob(os.path.join(top, "*/lock")) + glob.glob(os.path.join(top, "*/*/lock"))):
+        try:
+            found[path] = os.stat(path)
+        except OSError:
+            continue
+        if len(found) == MOST_LOCKS:
+            break
+    held = opened({(status.st_dev, status.st_ino) for status in found.values()})
+    locks = []
+    for path, status in found.items():
+        theirs = status.st_uid != os.getuid() and os.getuid() != 0
+        is_held = (status.st_dev, status.st_ino) in held
+        locks.append({"path": path, "held": None if theirs and not is_held else is_held})
+    return locks
+
+
+def opened(wanted: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Which of these files (device and inode) a process of this host has open, as far as /proc shows."""
+    found = set()
+    for link in glob.iglob("/proc/[0-9]*/fd/*") if wanted else ():
+        try:
+            status = os.stat(link)
+        except OSError:
+            continue
+        found.add((status.st_dev, status.st_ino))
+    return wanted & found
 
 
 # --- its devices ------------------------------------------------------------------------------------
@@ -1177,11 +1297,9 @@ def main() -> int:
     agent.send("hello", protocol=PROTOCOL, node=os.uname().nodename, pid=os.getpid(), python=version)
     try:
         agent.prepared = agent.prepare()
-        place, versions = agent.meet(), versions_beside(agent.prepared[0])
+        versions = versions_beside(agent.prepared[0], orders["packages"])
         gpus = nvidia_gpus() if orders["visible_devices"] is not None else []
-        agent.send(
-            "ready", time=time.time(), shm_bytes=shm_bytes(), versions=versions, gpus=gpus, **place
-        )  # fmt: skip
+        agent.send("ready", time=time.time(), versions=versions, gpus=gpus, **agent.facts, **agent.meet())
     except Refusal as refusal:
         agent.refuse(refusal)
     agent.serve(wake_fd)

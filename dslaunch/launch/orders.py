@@ -9,12 +9,13 @@ from typing import Any
 
 from dslaunch.core.command import RESERVED_VARIABLES, check_argv, check_env
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.core.packages import COMPARED
 from dslaunch.core.plan import LaunchPlan, Via
 from dslaunch.core.run_dir import RunDir
 from dslaunch.core.topology import Host, RankPlace, is_this_machine, master_fault
 from dslaunch.launch.agent import PROTOCOL, cpu_key
 from dslaunch.launch.container import without_the_images_own
-from dslaunch.launch.jit_cache import torch_extensions_dir
+from dslaunch.launch.jit_cache import cache_of, torch_extensions_dir
 
 _LOOKED_UP = 16  # hosts of a launch, at most, whose names are looked up
 _PEERS_TRIED = 8  # names of other hosts that host 0 looks up to find its own address
@@ -73,7 +74,8 @@ def build_orders(
     environ: Mapping[str, str],
     elsewhere: bool = False,
     leased_port: int | None = None,
-    witness: Mapping[str, str] | None = None,
+    witness: Mapping[str, Any] | None = None,
+    needs_cache: bool = False,
 ) -> dict[str, Any]:
     """The orders of the agent on host ``node_rank``; agent.py tells the meaning of each key.
 
@@ -81,6 +83,7 @@ def build_orders(
     choices that the user made there already (TORCH_EXTENSIONS_DIR). ``elsewhere``: the
     host is not this machine, so what its ranks should have of that environment is sent.
     ``leased_port``: the master port, where this machine is host 0 and has it reserved.
+    ``needs_cache``: nothing can start where the cache cannot be written.
     """
     host = plan.topology.hosts[node_rank]
     env = common_env(plan, environ)
@@ -98,6 +101,8 @@ def build_orders(
         "auto_threads": True,
         "ops_cpu": cpu_key() if _ops_are_ours(plan, environ) else None,
         "witness": witness,
+        "cache": {"path": cache_of(plan, environ), "needed": needs_cache},
+        "packages": list(COMPARED),
         "host_timeout_s": plan.host_timeout_s if elsewhere else None,
         "meet": _meet(plan, leased_port) if node_rank == 0 else None,
         "failure_grace_s": plan.failure_grace_s,

@@ -1,32 +1,102 @@
-"""What a launch doubts of hosts that can start its ranks: told once, before they start. Pure."""
+"""What is doubtful of hosts that can start ranks, for `launch` before they start and for doctor. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 GIB = 2**30
 _SHM_PER_RANK = GIB
+_LEAST_CACHE = GIB
+_LEAST_INODES = 1000
+_LEAST_FILES = 1024
 _MOST_SKEW_S = 5.0
 _NAMED = 6
+_NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """A file system. None: it does not say."""
+
+    total_bytes: int | None
+    free_bytes: int | None
+    free_inodes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchLock:
+    """A lock file in a cache of ops. ``held``: whether a process there has it open; None: not known."""
+
+    path: str
+    held: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What ``look_around`` of agent.py found on a host; of limits -1 is none."""
+
+    machine: str
+    shm: Space
+    cache_path: str
+    cache: Space
+    cache_problem: str | None
+    nofile: int
+    memlock: int
+    infiniband: bool
+    locks: tuple[TorchLock, ...]
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """One thing that may keep a run from going well on a host. ``code`` is stable; ``hint``: what to do."""
+
+    code: str
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something of which the hosts have different values: the value of most first, each with its hosts."""
+
+    what: str
+    values: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyHost:
     """What an agent said when it was ready. ``skew_s``: how far its clock is ahead of ours.
 
-    ``versions``: of torch and DeepSpeed, where they are installed beside the program that ranks run;
-    ``gpus``: the models of NVIDIA's, where ranks use them.
+    ``versions``: of Python and packages, where they are beside the program that ranks run; ``gpus``: the
+    models of NVIDIA's, where ranks use them. ``unseen``: why the run directory is not seen there.
     """
 
     name: str
     num_ranks: int
-    shm_bytes: int | None = None
+    surroundings: Surroundings
     skew_s: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
+    unseen: str | None = None
+
+
+def surroundings_fields(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of :class:`Surroundings`, out of the JSON of ``look_around``."""
+    cache = dict(found["cache"])
+    return {
+        "machine": found["machine"],
+        "shm": Space(**found["shm"]),
+        "cache_path": cache.pop("path"),
+        "cache_problem": cache.pop("problem"),
+        "cache": Space(**cache),
+        "nofile": found["nofile"],
+        "memlock": found["memlock"],
+        "infiniband": found["infiniband"],
+        "locks": tuple(TorchLock(**lock) for lock in found["locks"]),
+    }
 
 
 def ready_host(name: str, num_ranks: int, said: Mapping[str, Any], now: float) -> ReadyHost:
@@ -34,58 +104,130 @@ def ready_host(name: str, num_ranks: int, said: Mapping[str, Any], now: float) -
     return ReadyHost(
         name=name,
         num_ranks=num_ranks,
-        shm_bytes=said["shm_bytes"],
+        surroundings=Surroundings(**surroundings_fields(said["surroundings"])),
         skew_s=said["time"] - now,
         versions=said["versions"],
         gpus=tuple(sorted(set(said["gpus"]))),
+        unseen=said["unseen"],
     )
 
 
-def find_doubts(hosts: Sequence[ReadyHost]) -> list[str]:
-    """A sentence for each: unequal torch, DeepSpeed or GPUs, a small /dev/shm, a wrong clock."""
-    doubts = []
-    for package in ("torch", "deepspeed"):
-        versions = {host.name: host.versions[package] for host in hosts if package in host.versions}
-        doubts += _unequal(package, versions, "ranks may hang or compute something else")
-    gpus = {host.name: ", ".join(host.gpus) for host in hosts if host.gpus}
-    doubts += _unequal("the GPU", gpus, "the others wait for the slowest, and fit what the smallest fits")
-    small: dict[tuple[str, str], list[str]] = {}
-    for host in hosts:
-        if (problem := shm_problem(host.shm_bytes, host.num_ranks)) is not None:
-            small.setdefault((problem, shm_hint(host.num_ranks)), []).append(host.name)
-    doubts += [f"{_names(names)}: {problem}; {hint}" for (problem, hint), names in small.items()]
+# --- of all hosts of a launch, in words ---------------------------------------------------------------
+
+
+def find_doubts(
+    hosts: Sequence[ReadyHost], *, clears_locks: bool, held_here: Set[str] = frozenset()
+) -> list[str]:
+    """A note for each, lines of a table behind the first line where they differ.
+
+    ``clears_locks``: the ranks are our trainer's, which removes locks that killed builds left;
+    ``held_here``: those that a process of this machine has open, which need be none of the hosts.
+    """
+    doubts = _differences_in_words(hosts)
+    alike: dict[tuple[str, str], list[str]] = {}
+    held = held_locks([host.surroundings for host in hosts]) | held_here
     middle = median(host.skew_s for host in hosts)
     for host in hosts:
-        if (problem := clock_problem(host.skew_s - middle)) is not None:
-            doubts.append(f"{host.name}: {problem}")
-    return doubts
+        for doubt in _doubts_of(host, middle, held, clears_locks=clears_locks):
+            alike.setdefault((doubt.message, doubt.hint), []).append(host.name)
+    return doubts + [f"{_names(names)}: {what}; {hint}" for (what, hint), names in alike.items()]
 
 
-def _unequal(what: str, value_of: Mapping[str, str], so: str) -> list[str]:
-    """A sentence for each value that most hosts have not; ``value_of`` is by host."""
-    hosts_of: dict[str, list[str]] = {}
-    for name, value in value_of.items():
-        hosts_of.setdefault(value, []).append(name)
-    (usual, _), *others = sorted(hosts_of.items(), key=lambda item: -len(item[1])) or [("", [])]
-    return [
-        f"{what} is {value} on {_names(names)}, but {usual} on the others: {so};"
-        f" --exclude {'@'.join(names)} leaves that out"
-        for value, names in others
-    ]
+def _doubts_of(host: ReadyHost, middle: float, held: Set[str], *, clears_locks: bool) -> Iterator[Doubt]:
+    if host.unseen is not None:
+        where = "the logs of its ranks stay there"
+        yield Doubt("run-dir", host.unseen, f"{where}: put --run-dir on a file system that all hosts share")
+    yield from cache_doubts(host.surroundings)
+    yield from limit_doubts(host.surroundings, host.num_ranks)
+    if not clears_locks:
+        yield from lock_doubts(host.surroundings, held)
+    if (problem := clock_problem(host.skew_s - middle)) is not None:
+        yield Doubt("clock", problem, CLOCK_HINT)
 
 
-def shm_problem(total_bytes: int | None, num_ranks: int) -> str | None:
-    """Why a /dev/shm of this size is too small; None where it is not, or not known."""
-    if total_bytes is None or total_bytes >= num_ranks * _SHM_PER_RANK:
-        return None
-    size = f"{gib(total_bytes)} for {num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    return f"/dev/shm is {size}: NCCL and data loaders die of a bus error where it is full"
+def _differences_in_words(hosts: Sequence[ReadyHost]) -> list[str]:
+    """One text with a table of what differs, and which hosts to leave out; empty where nothing does."""
+    rows: dict[str, dict[str, str | None]] = {
+        "machine": {host.name: host.surroundings.machine for host in hosts},
+        **{
+            what: {host.name: host.versions.get(what) for host in hosts if _knows(host, what)}
+            for what in dict.fromkeys(name for host in hosts for name in host.versions)
+        },
+        "GPU": {host.name: ", ".join(host.gpus) for host in hosts if host.gpus},
+    }
+    differences = differing(rows)
+    if not differences:
+        return []
+    others = {name for found in differences for _, names in found.values[1:] for name in names}
+    without = [host.name for host in hosts if host.name in others]
+    out = f"; --exclude {'@'.join(without)} leaves that out" if len(without) < len(hosts) else ""
+    lines = difference_table(differences)
+    return ["\n".join([f"hosts differ: ranks may hang, or compute something else{out}", *lines])]
 
 
-def shm_hint(num_ranks: int) -> str:
-    """How to make it larger."""
-    size = f"{max(8, 2 * num_ranks)}g"
-    return f"docker run --shm-size={size} (or --ipc=host); on a host: mount -o remount,size={size} /dev/shm"
+def _knows(host: ReadyHost, what: str) -> bool:
+    """Whether the host was seen to have ``what``, or, among other packages, not to have it."""
+    return what in host.versions or (what != "python" and bool(host.versions.keys() - {"python"}))
+
+
+# --- of one host; what doctor says too ----------------------------------------------------------------
+
+
+def cache_doubts(found: Surroundings) -> Iterator[Doubt]:
+    """Disk, quota and inodes of the cache."""
+    if found.cache_problem is not None:
+        problem = f"cannot write the cache {found.cache_path}: {found.cache_problem}"
+        yield Doubt("cache", problem, "set DSLAUNCH_CACHE to a directory that can be written")
+        return
+    free, inodes = found.cache.free_bytes, found.cache.free_inodes
+    short = "free some, or set DSLAUNCH_CACHE to another file system"
+    if free is not None and free < _LEAST_CACHE:
+        yield Doubt("cache", f"{gib(free)} are free for the cache {found.cache_path}", short)
+    if inodes is not None and inodes < _LEAST_INODES:
+        problem = f"only {inodes} files more fit on the file system of {found.cache_path}"
+        yield Doubt("cache", problem, short)
+
+
+def limit_doubts(found: Surroundings, num_ranks: int) -> Iterator[Doubt]:
+    """/dev/shm for so many ranks, open files and locked memory."""
+    total = found.shm.total_bytes
+    if total is not None and total < num_ranks * _SHM_PER_RANK:
+        size = f"{gib(total)} for {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+        enough = f"{max(8, 2 * num_ranks)}g"
+        yield Doubt(
+            "shm",
+            f"/dev/shm is {size}: NCCL and data loaders die of a bus error where it is full",
+            f"docker run --shm-size={enough} (or --ipc=host);"
+            f" on a host: mount -o remount,size={enough} /dev/shm",
+        )
+    if -1 < found.nofile < _LEAST_FILES:
+        yield Doubt("nofile", f"a process may open {found.nofile} files", "ulimit -n 65536")
+    if found.infiniband and found.memlock != -1:
+        yield Doubt(
+            "memlock",
+            f"it has InfiniBand, and a process may lock {gib(found.memlock)} of memory",
+            "set memlock to unlimited (limits.conf; for ssh in sshd's own limits)",
+        )
+
+
+def lock_doubts(found: Surroundings, held: Set[str]) -> Iterator[Doubt]:
+    """Locks in the cache of ops that no process of any host has open; ``held``: see :func:`held_locks`."""
+    for lock in found.locks:
+        if lock.path not in held:
+            yield Doubt(
+                "stale-lock",
+                f"no process has {lock.path} open:"
+                " a killed build left it, and DeepSpeed waits for it for ever",
+                f"rm {lock.path}, unless a build runs on another machine",
+            )
+
+
+def held_locks(hosts: Sequence[Surroundings]) -> set[str]:
+    """Paths of locks that a process of one of the hosts has open, or may have."""
+    return {lock.path for host in hosts for lock in host.locks if lock.held is not False}
+
+
+CLOCK_HINT = "start an NTP client there"
 
 
 def clock_problem(skew_s: float) -> str | None:
@@ -95,8 +237,37 @@ def clock_problem(skew_s: float) -> str | None:
     return f"its clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the others'"
 
 
+# --- what differs -------------------------------------------------------------------------------------
+
+
+def differing(rows: Mapping[str, Mapping[str, str | None]]) -> tuple[Difference, ...]:
+    """What -> host -> value, of which those are returned that not all hosts have alike."""
+    found = []
+    for what, value_of in rows.items():
+        hosts_of: dict[str, list[str]] = {}
+        for host, value in value_of.items():
+            hosts_of.setdefault(value or _NONE, []).append(host)
+        if len(hosts_of) > 1:
+            # Sorting is stable: the first host's value stays in front of one that as many have.
+            values = sorted(hosts_of.items(), key=lambda item: -len(item[1]))
+            found.append(Difference(what, tuple((value, tuple(hosts)) for value, hosts in values)))
+    return tuple(found)
+
+
+def difference_table(differences: Sequence[Difference]) -> list[str]:
+    """Its lines, with a heading."""
+    rows = [("differs", "value", "hosts")]
+    for difference in differences:
+        for place, (value, hosts) in enumerate(difference.values):
+            rows.append((difference.what if place == 0 else "", value, _names(hosts)))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"{what:<{widths[0]}}  {value:<{widths[1]}}  {hosts}" for what, value, hosts in rows]
+
+
 def gib(size: int) -> str:
     """Bytes in words."""
+    if size < 2**20:
+        return f"{size // 2**10} KiB"
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
 
 

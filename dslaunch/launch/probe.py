@@ -20,19 +20,16 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from typing import Any
 
 from dslaunch.launch import agent
 
 TIMEOUT_S = 20.0
-MOST_LOCKS = 20  # looked at: each takes a walk through /proc
 # What the launcher's side reads devices, memory and CPU from, as it does on its own host.
 FILES = (
     "proc/meminfo", "proc/self/cgroup", "proc/driver/nvidia/version",
@@ -65,12 +62,12 @@ print(json.dumps({"version": sys.version.split()[0], "packages": {n: version(n) 
 def facts(request: dict[str, Any], root: str = "/") -> dict[str, Any]:
     """Everything but the way to host 0. What cannot be found out is None."""
     env = {**os.environ, **request["env"]}
-    cache, ops = (os.path.expanduser(request[name]) for name in ("cache", "ops"))
+    ops = os.path.expanduser(request["ops"])
     if request["ops_cpu"] not in (None, agent.cpu_key()):
         ops += "-" + agent.cpu_key()
     return {
         "node": os.uname().nodename,
-        "machine": os.uname().machine,
+        **agent.look_around(request["cache"], ops, root),
         "glibc": platform.libc_ver()[1] or None,
         "cpu": agent.cpu_model(root).splitlines()[-1].partition("model name=")[2],
         "cores": agent.usable_cores(root),
@@ -80,15 +77,9 @@ def facts(request: dict[str, Any], root: str = "/") -> dict[str, Any]:
         "device_files": below(root, DEVICE_FILES),
         "smi": output_of(request["smi"], env),
         "visible": {name: env[name] for name in VISIBLE if name in env},
-        "shm": space(os.path.join(root, "dev/shm")),
-        "cache": {"path": cache, **space(cache), "problem": write_problem(cache)},
-        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "infiniband": os.path.isdir(os.path.join(root, "sys/class/infiniband")),
         "ops": ops,
-        "locks": torch_locks(ops),
         "has_cwd": os.path.isdir(agent.to_bytes(request["cwd"])),
-        "witness": witness_problem(request["witness"]),
+        "witness": agent.witness_problem(request["witness"]),
         "addresses": {name: addresses(name) for name in request["names"]},
         "own_addresses": addresses(os.uname().nodename),
     }  # fmt: skip
@@ -167,73 +158,6 @@ def first_block(path: str) -> str:
             return stream.read().partition("\n\n")[0]
     except OSError:
         return ""
-
-
-def space(path: str) -> dict[str, int | None]:
-    """Bytes and inodes of the file system that ``path`` is or will be on; None: not counted there."""
-    try:
-        found = os.statvfs(existing(path))
-    except OSError:
-        return {"total_bytes": None, "free_bytes": None, "free_inodes": None}
-    return {
-        "total_bytes": found.f_blocks * found.f_frsize,
-        "free_bytes": found.f_bavail * found.f_frsize,
-        "free_inodes": found.f_favail if found.f_files else None,
-    }
-
-
-def existing(path: str) -> str:
-    """``path`` or the nearest folder above it that is there."""
-    while not os.path.exists(path) and os.path.dirname(path) != path:
-        path = os.path.dirname(path)
-    return path
-
-
-def write_problem(path: str) -> str | None:
-    """Why nothing can be written at ``path``. A quota that is used up shows only when writing."""
-    try:
-        with tempfile.TemporaryFile(dir=existing(path)) as stream:
-            stream.write(b"x" * 65536)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
-
-
-def torch_locks(folder: str) -> list[dict[str, Any]]:
-    """torch's lock files in a cache of ops. ``held``: whether a process here has one open; None where /proc
-    does not show: another user's. torch keeps it open while it builds (torch/utils/file_baton.py).
-    """
-    found = []
-    for path in glob.glob(os.path.join(glob.escape(folder), "*", "lock"))[:MOST_LOCKS]:
-        try:
-            status = os.stat(path)
-        except OSError:
-            continue
-        theirs = status.st_uid != os.getuid() and os.getuid() != 0
-        held = is_open((status.st_dev, status.st_ino))
-        found.append({"path": path, "held": None if theirs and not held else held})
-    return found
-
-
-def is_open(wanted: tuple[int, int]) -> bool:
-    for link in glob.iglob("/proc/[0-9]*/fd/*"):
-        try:
-            status = os.stat(link)
-        except OSError:
-            continue
-        if (status.st_dev, status.st_ino) == wanted:
-            return True
-    return False
-
-
-def witness_problem(witness: dict[str, str] | None) -> str | None:
-    try:
-        agent.check_witness(witness)
-    except agent.Refusal as refusal:
-        return refusal.message
-    return None
 
 
 def addresses(name: str) -> list[str] | None:

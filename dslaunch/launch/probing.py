@@ -23,6 +23,7 @@ from dslaunch.launch.asking import NoAnswer, Program
 from dslaunch.launch.carried import LOADER, loader_argv, packed
 from dslaunch.launch.container import without_the_images_own
 from dslaunch.launch.orders import encode_orders, forwarded
+from dslaunch.launch.preflight import Surroundings, surroundings_fields
 from dslaunch.launch.startup import HAS_GIVEN_UP, WORTH_ANOTHER_TRY
 
 _FANOUT = 64
@@ -55,24 +56,7 @@ class Interpreter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Space:
-    """A file system. None: it does not say."""
-
-    total_bytes: int | None
-    free_bytes: int | None
-    free_inodes: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchLock:
-    """A lock file in a cache of ops. ``held``: whether a process there has it open; None: not known."""
-
-    path: str
-    held: bool | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostFacts:
+class HostFacts(Surroundings):
     """What one host has; probe.py says how it is found out.
 
     ``tools``: name -> version, "" where it does not tell, None where it is not there.
@@ -80,7 +64,6 @@ class HostFacts:
     """
 
     node: str
-    machine: str
     glibc: str | None
     cpu: str
     cores: int
@@ -90,15 +73,7 @@ class HostFacts:
     device_files: Sequence[str]
     smi: str | None
     visible: Mapping[str, str]
-    shm: Space
-    cache_path: str
-    cache: Space
-    cache_problem: str | None
-    nofile: int  # -1: without limit
-    memlock: int
-    infiniband: bool
     ops: str
-    locks: tuple[TorchLock, ...]
     has_cwd: bool
     witness: str | None  # why the run directory is not seen there
     addresses: Mapping[str, Sequence[str] | None]
@@ -251,19 +226,8 @@ def _probed(host: Host, answer: dict[str, Any], skew_s: float) -> Probed:
 
 
 def _host_facts(found: dict[str, Any]) -> HostFacts:
-    cache = found.pop("cache")
-    path, problem = cache.pop("path"), cache.pop("problem")
-    return HostFacts(
-        **found
-        | {
-            "interpreter": Interpreter(**{"packages": {}, **found["interpreter"]}),
-            "shm": Space(**found["shm"]),
-            "cache": Space(**cache),
-            "cache_path": path,
-            "cache_problem": problem,
-            "locks": tuple(TorchLock(**lock) for lock in found["locks"]),
-        }
-    )
+    interpreter = Interpreter(**{"packages": {}, **found["interpreter"]})
+    return HostFacts(**found | surroundings_fields(found) | {"interpreter": interpreter})
 
 
 def _orders(

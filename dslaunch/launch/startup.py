@@ -18,6 +18,7 @@ from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host
 from dslaunch.launch import local, mpich, openmpi, pdsh, slurm, ssh
 from dslaunch.launch.container import enter_words
+from dslaunch.launch.jit_cache import held_here
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.orders import build_orders, is_elsewhere, way_to
 from dslaunch.launch.preflight import ReadyHost, find_doubts, ready_host
@@ -53,20 +54,36 @@ _TRIES = 3
 _SHOWN = 8
 
 
-def must_share(plan: LaunchPlan, own_worker: bool) -> bool:
-    """Whether all must see one run directory: also logs written into a container would be gone with it."""
-    return plan.container is not None or (own_worker and plan.via != "local")
+@contextmanager
+def lay_run_witness(plan: LaunchPlan, own_worker: bool) -> Iterator[Mapping[str, Any] | None]:
+    """Where ranks are elsewhere, a file by which their agents see whether it is the same run directory.
+
+    It must be for our own worker; and in containers, with which logs that are written there would go.
+    """
+    needed = own_worker or plan.container is not None
+    with lay_witness(Path(plan.run_dir), wanted=plan.container is not None or plan.via != "local") as witness:
+        yield None if witness is None else {**witness, "needed": needed}
 
 
 @contextmanager
-def lay_witness(folder: Path, *, needed: bool) -> Iterator[Mapping[str, str] | None]:
-    """A file in the run directory by which an agent elsewhere sees that it is the same directory there."""
-    if not needed:
+def lay_witness(folder: Path, *, wanted: bool) -> Iterator[Mapping[str, Any] | None]:
+    """A file in ``folder`` by which a program elsewhere sees that it is the same directory there.
+
+    Raises EnvironmentNotReady where it cannot be written.
+    """
+    if not wanted:
         yield None
         return
     text = uuid.uuid4().hex
     path = folder / f".seen-by-all-hosts-{text[:8]}"
-    path.write_text(text, encoding="ascii")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="ascii")
+    except OSError as error:
+        raise EnvironmentNotReady(
+            f"cannot write the run directory {folder}: {error.strerror}; nothing was started",
+            hint="free space there, or give another --run-dir",
+        ) from error
     try:
         yield {"path": str(path), "text": text}
     finally:
@@ -87,12 +104,12 @@ class Startup:
     Nothing here walks over all hosts at an event of one.
     """
 
-    def __init__(self, plan: LaunchPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: LaunchPlan, *, own_worker: bool = False) -> None:
+        self.plan, self.own_worker = plan, own_worker
         self.environ: Mapping[str, str] = {}
         self.leased_port: int | None = None
         self.keep_fds: Sequence[int] = ()
-        self.witness: Mapping[str, str] | None = None
+        self.witness: Mapping[str, Any] | None = None
         self.has_started = False
         self._answer_by = float("inf")
         self._look_at = float("inf")
@@ -114,7 +131,7 @@ class Startup:
         environ: Mapping[str, str],
         leased_port: int | None,
         keep_fds: Sequence[int],
-        witness: Mapping[str, str] | None,
+        witness: Mapping[str, Any] | None,
     ) -> None:
         """What the agents are given besides the plan; see :func:`dslaunch.launch.orders.build_orders`."""
         self.environ, self.leased_port = environ, leased_port
@@ -156,7 +173,7 @@ class Startup:
         orders = build_orders(
             self.plan, node_rank, environ=self.environ, elsewhere=not is_local,
             leased_port=self.leased_port if node_rank == 0 else None,
-            witness=None if is_local else self.witness,
+            witness=None if is_local else self.witness, needs_cache=self.own_worker,
         )  # fmt: skip
         command = build_agent_command(host, orders, self.environ, enter_words(self.plan))
         return AgentLink(host, command, self.keep_fds, is_local=is_local)
@@ -278,9 +295,16 @@ class Startup:
         """MASTER_ADDR and MASTER_PORT, as the agent on host 0 found them."""
         return self._ready[0]["addr"], self._ready[0]["port"]
 
+    @property
+    def unshared_hosts(self) -> tuple[str, ...]:
+        """Those that do not see the run directory: their ranks' logs are there and not here."""
+        return tuple(host.name for _, host in sorted(self._ready_hosts.items()) if host.unseen is not None)
+
     def doubts(self) -> list[str]:
         """What the user should know of the hosts before their ranks start."""
-        return find_doubts([host for _, host in sorted(self._ready_hosts.items())])
+        hosts = [host for _, host in sorted(self._ready_hosts.items())]
+        locks = {lock.path for host in hosts for lock in host.surroundings.locks}
+        return find_doubts(hosts, clears_locks=self.own_worker, held_here=held_here(locks))
 
     def refusal(self) -> HostsUnusable | None:
         """The error that names every host that cannot be used, and why."""

@@ -23,7 +23,7 @@ from dslaunch.launch.ports import lease_port
 from dslaunch.launch.ready import check_ready
 from dslaunch.launch.screen import Screen
 from dslaunch.launch.signals import FORWARD, SignalInbox, means_kill
-from dslaunch.launch.startup import Startup, describe_lost_agent, lay_witness, must_share
+from dslaunch.launch.startup import Startup, describe_lost_agent, lay_run_witness
 from dslaunch.launch.stopping import SLACK_S, Stopping
 from dslaunch.launch.symptoms import is_time_out
 from dslaunch.launch.terminal import SafeEvents
@@ -67,7 +67,7 @@ def supervise(
             screen = Screen(out, err, plan.run_dir)
             launch = _Launch(plan, inbox, SafeEvents(events), screen, own_worker)
             try:
-                with lay_witness(Path(plan.run_dir), needed=must_share(plan, own_worker)) as witness:
+                with lay_run_witness(plan, own_worker) as witness:
                     launch.startup.equip(environ, None if lease is None else lease.port, keep_fds, witness)
                     launch.start()
                     launch.serve()
@@ -89,7 +89,7 @@ class _Launch:
         self.signals, self.events, self.screen = signals, events, screen
         self._say = screen.say
         self.cause = Cause()
-        self.startup = Startup(plan)
+        self.startup = Startup(plan, own_worker=own_worker)
         self.watch = Watch(plan, self.startup, screen, own_worker=own_worker)
         self.links = Links(signals.fd, signals.drain)
         self.stopping = Stopping(plan, self.links, screen.say)
@@ -180,7 +180,8 @@ class _Launch:
             self._refuse(refusal)
         elif self.startup.has_started:
             addr, port = self.startup.meeting_point()
-            self.events.write("ranks_start", master_addr=addr, master_port=port)
+            unshared = self.startup.unshared_hosts
+            self.events.write("ranks_start", master_addr=addr, master_port=port, unshared_hosts=unshared)
             for doubt in self.startup.doubts():
                 self._say(f"note: {doubt}")
 
@@ -375,6 +376,7 @@ class _Launch:
             num_ranks=self.plan.topology.world_size,
             own_worker=self.own_worker,
             progress=self.watch.read_progress(),
+            unshared_hosts=self.startup.unshared_hosts,
         )
         self.events.write_end(outcome)
         if self.events.problem:

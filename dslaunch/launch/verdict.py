@@ -53,6 +53,7 @@ class Outcome:
     num_ranks: int = 0  # of the plan; some may never have started
     own_worker: bool = False  # the ranks ran dslaunch's worker, whose exit codes have dslaunch's meaning
     progress: Progress | None = None  # of dslaunch's worker, since this start
+    unshared_hosts: tuple[str, ...] = ()  # that have the logs of their ranks themselves
 
     @property
     def places(self) -> list[str]:
@@ -129,7 +130,9 @@ def render_end(
     seen already; None where that is all of them. ``can_replay``: the run kept the step that ended it.
     """
     if outcome.first_failure is not None:
-        block = render_failure(outcome, str(run_dir.rank_log(outcome.first_failure.rank)), shown=shown)
+        first = outcome.first_failure
+        there = f"{first.host}:" if first.host in outcome.unshared_hosts else ""
+        block = render_failure(outcome, f"{there}{run_dir.rank_log(first.rank)}", shown=shown)
         return block + (f"  next         dslaunch replay {quote(str(run_dir.path))}\n" if can_replay else "")
     if outcome.exit_code == EXIT_STOPPED_AT_CHECKPOINT:
         if not outcome.own_worker:

@@ -62,6 +62,9 @@ class RunStatus:
     checkpoints: tuple[int, ...]
     holder: str | None = None
     failed_rank: int | None = None
+    logs_elsewhere: Mapping[int, str] = field(
+        default_factory=dict
+    )  # rank -> host that has its log for itself
 
     def to_json(self) -> dict[str, Any]:
         """The object that ``status --json`` prints."""
@@ -74,7 +77,8 @@ class RunStatus:
 # What is read of an event of each kind, and of what type; a line without it is left out.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "launch_start": ("time",), "launch_end": ("time", "exit_code"), "restart": ("number",),
-    "host_up": ("host",), "host_lost": ("host", "how"), "rank_start": ("rank",), "rank_exit": ("rank",),
+    "host_up": ("host",), "host_lost": ("host", "how"),
+    "ranks_start": (), "rank_start": ("rank",), "rank_exit": ("rank",),
     "first_failure": ("rank", "host", "how"), "rank_error": ("rank", "message"),
     "train_start": ("time",), "resumed": ("time",), "train_end": ("time",), "train_stopped": ("time",),
     "train": ("time", "step"), "eval": (),
@@ -99,6 +103,8 @@ class _Story:
     trouble: list[str] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)  # what each rank itself said
     failed_rank: int | None = None
+    unshared_hosts: frozenset[str] = frozenset()
+    logs_elsewhere: dict[int, str] = field(default_factory=dict)
     before: tuple[int | None, tuple[str, ...]] = (None, ())  # failed rank and trouble of the start before
 
     def add(self, event: dict[str, Any]) -> None:
@@ -110,8 +116,13 @@ class _Story:
             self.restarts = event["number"]
         elif kind == "host_up":
             self.hosts_up.add(event["host"])
+        elif kind == "ranks_start":
+            hosts = event.get("unshared_hosts")
+            self.unshared_hosts = frozenset(map(str, hosts if isinstance(hosts, list) else ()))
         elif kind == "rank_start":
             self.ranks_started = True
+            if (host := str(event.get("host"))) in self.unshared_hosts:
+                self.logs_elsewhere[event["rank"]] = host
             self.ranks_up.add(event["rank"])
         elif kind == "rank_exit":
             self.ranks_up.discard(event["rank"])
@@ -172,6 +183,7 @@ def load_status(path: Path) -> RunStatus:
         checkpoints=run_dir.checkpoint_steps(),
         holder=holder,
         failed_rank=story.failed_rank,
+        logs_elsewhere=story.logs_elsewhere,
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dslaunch.cli.doctor_checks import (
-    PACKAGES,
     HostFinding,
     Wanted,
     find_differences,
@@ -17,11 +16,12 @@ from dslaunch.cli.doctor_checks import (
 )
 from dslaunch.cli.doctor_report import Report, report_lines, summary
 from dslaunch.core.devices import Accelerator, Inventory, lookup_device
+from dslaunch.core.packages import COMPARED
 from dslaunch.core.topology import Host
-from dslaunch.launch.preflight import GIB
-from dslaunch.launch.probing import HostFacts, Interpreter, Probed, Space, TorchLock
+from dslaunch.launch.preflight import GIB, Space, TorchLock
+from dslaunch.launch.probing import HostFacts, Interpreter, Probed
 
-VERSIONS: dict[str, str | None] = dict.fromkeys(PACKAGES, "1.0") | {"torch": "2.9.0"}
+VERSIONS: dict[str, str | None] = dict.fromkeys(COMPARED, "1.0") | {"torch": "2.9.0"}
 PYTHON = Interpreter(version="3.11.4", packages=VERSIONS, torch_cuda="12.8", has_headers=True)
 FACTS = HostFacts(
     node="n", machine="x86_64", glibc="2.36", cpu="Xeon", cores=32, interpreter=PYTHON,

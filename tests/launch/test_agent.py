@@ -38,6 +38,8 @@ def orders(tmp_path: Path, argv: list[str], **more: Any) -> bytes:
         "auto_threads": True,
         "ops_cpu": None,
         "witness": None,
+        "cache": {"path": str(tmp_path), "needed": False},
+        "packages": [],
         "host_timeout_s": None,
         "meet": None,
         "failure_grace_s": 1.0,
@@ -159,6 +161,34 @@ def test_a_wrong_device_starts_nothing(tmp_path: Path) -> None:
     refused = [event for event in events(out) if event["event"] == "refused"]
     assert refused[0]["message"] == "slot 2 of 2 is not among the 1 devices visible here (5)"
     assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("lacks", ["cache", "witness"])
+def test_what_the_ranks_need_and_what_they_can_do_without(tmp_path: Path, lacks: str) -> None:
+    for needed in (True, False):
+        wanted: dict[str, Any] = {"path": "/proc/nothing", "needed": needed}
+        wanted |= {"text": "x"} if lacks == "witness" else {}
+        out, _ = start().communicate(orders(tmp_path, ["true"], **{lacks: wanted}), timeout=30)
+        said = {event["event"]: event for event in events(out)}
+        assert ("refused" in said, "start" in said) == (needed, not needed)
+        if needed:
+            what = {"cache": "cannot write the cache /proc/nothing: {}",
+                    "witness": "the run directory /proc of the launcher is not seen there ({})"}  # fmt: skip
+            assert said["refused"]["message"] == what[lacks].format("No such file or directory")
+        else:
+            assert (said["ready"]["unseen"] is not None) == (lacks == "witness")
+            assert (said["ready"]["surroundings"]["cache"]["problem"] is not None) == (lacks == "cache")
+
+
+def test_it_is_ready_soon_though_it_looks_around(tmp_path: Path) -> None:
+    """CPU time: on a busy machine the other says nothing. Without a bytecode cache it compiles itself."""
+    process = start()
+    process.communicate(orders(tmp_path, ["true"]), timeout=30)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for _ in range(3):
+        start().communicate(orders(tmp_path, ["true"], packages=["torch", "deepspeed"]), timeout=30)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / 3 < 0.5
 
 
 def test_nothing_is_started_for_a_supervisor_that_is_gone(tmp_path: Path) -> None:

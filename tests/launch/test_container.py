@@ -201,7 +201,7 @@ class TestHere:
         with self.start(here, "touch('up')") as launched:
             code, _, err = launched.wait()
         assert code == 3
-        assert "is not seen here (No such file or directory)" in err
+        assert "is not seen there (No such file or directory)" in err
         assert "--run-dir on a file system that all hosts share, and their containers" in err
         assert not Path("up").exists()
 

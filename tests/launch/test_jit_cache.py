@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import local_topology
-from dslaunch.launch.jit_cache import find_op_to_build
+from dslaunch.launch import jit_cache
+from dslaunch.launch.jit_cache import find_op_to_build, torch_extensions_dir
 
 OP = "deepspeed_shm_comm"
 
@@ -35,6 +38,48 @@ def test_without_a_choice_it_is_in_our_cache(tmp_path: Path) -> None:
     found = find_op_to_build(plan(tmp_path, "python", "-c", "import deepspeed"), {})
     assert found is not None
     assert found.parent.name == "torch_extensions"
+
+
+def test_every_cuda_torch_and_deepspeed_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an environment that is not ours, as its files tell; nothing of it is started."""
+    python, packages = tmp_path / "bin/python", tmp_path / "lib/python3.12/site-packages"
+    for path in (python, packages / "torch/version.py"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+
+    def folder() -> Path:
+        return torch_extensions_dir(str(python), {"DSLAUNCH_CACHE": "/c"}, "/")
+
+    def become(torch: str, deepspeed: str, version: str) -> Path:
+        for old in packages.glob("*.dist-info"):
+            old.rmdir()
+        for name, number in (("torch", torch), ("deepspeed", deepspeed)):
+            (packages / f"{name}-{number}.dist-info").mkdir()
+        (packages / "torch/version.py").write_text(version)
+        return folder()
+
+    cuda = "cuda: Optional[str] = '12.4'\nhip: Optional[str] = None\n"
+    found = [
+        become("2.9.0", "0.19.8", "cuda: Optional[str] = None\n"),
+        become("2.9.0", "0.19.8", cuda),
+        become("2.9.0", "0.19.8", cuda.replace("12.4", "12.8")),
+        become("2.9.0", "0.19.8", "cuda = None\nhip = '12.4'\n".replace("12.4", "6.4")),
+        become("2.9.1", "0.19.8", cuda),
+        become("2.9.0", "0.19.9", cuda),
+    ]
+    assert len(set(found)) == len(found)
+    assert become("2.9.0", "0.19.8", cuda) == found[1]
+    monkeypatch.setattr(jit_cache, "cpu_model", lambda: "another CPU")
+    assert folder() != found[1]
+
+
+def test_the_cuda_of_our_own_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = torch_extensions_dir(sys.executable, {}, "/")
+    assert found == torch_extensions_dir(sys.executable, {}, "/")
+    monkeypatch.setattr(jit_cache, "_CUDA", re.compile("^__version__ = '([^']+)'", re.MULTILINE))
+    assert torch_extensions_dir(sys.executable, {}, "/") != found
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -27,6 +28,10 @@ NO_HELP = tuple(
     word
     for name in ("failure_grace_s", "checkpoint_grace_s", "host_timeout_s")
     for word in ("--set", f"launch.{name}=1000")
+)
+UNSEEN = (
+    "the run directory {} of the launcher is not seen there (No such file or directory);"
+    " the logs of its ranks stay there: put --run-dir on a file system that all hosts share"
 )
 Over = Callable[..., Launched]
 
@@ -100,9 +105,10 @@ def test_each_rank_has_its_place_and_the_address_of_rank_0(bed: Testbed, over: O
 
 
 def test_login_noise_does_no_harm(bed: Testbed, over: Over) -> None:
+    """Nor does a limit that a login sets, which is told."""
     daemon = "sleep 299 >/dev/null 2>&1 </dev/null &"
     noise = "echo welcome; echo '{\"event\": 1}'; echo careful >&2; printf 'no newline'"
-    bed.bashrc("node2", f"{daemon}\n{noise}")
+    bed.bashrc("node2", f"ulimit -n 300\n{daemon}\n{noise}")
     try:
         code, _, err = over("print('here')").wait()
         # Of the login that found the host to be up, and of ours: not for us to end.
@@ -110,6 +116,7 @@ def test_login_noise_does_no_harm(bed: Testbed, over: Over) -> None:
     finally:
         bed.bashrc("node2", "")
     assert code == 0, err
+    assert "dslaunch: note: node2: a process may open 300 files; ulimit -n 65536\n" in err
     assert Path("run/logs/rank-1.log").read_text() == "here\n"
 
 
@@ -270,26 +277,51 @@ def test_a_program_that_one_host_has_not(bed: Testbed, over: Over, tmp_path: Pat
 
 
 def test_what_is_doubtful_of_hosts_is_said_before_ranks_start(
-    bed: Testbed, over: Over, tmp_path: Path
+    bed: Testbed, over: Over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All of it in one launch, which starts all the same; no host sees its run directory."""
     for name in bed.names:  # what is installed on each: /dev/shm is a host's own
         metadata = f"lib/python3.11/site-packages/torch-{2 if name == 'node3' else 1}.0.dist-info"
         script = f"mkdir -p /dev/shm/env/bin /dev/shm/env/{metadata}; cp /bin/sh /dev/shm/env/bin/sh"
         subprocess.run([*bed.hub(), "ssh", name, script], check=True, timeout=30)
     Path("some").write_text("node1 slots=1\nnode2 slots=2\nnode3 slots=1\n")
+    lock = tmp_path / "ops/deepspeed_shm_comm/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    monkeypatch.setenv("DSLAUNCH_CACHE", "/proc/cache")
     flags = ["--hostfile", "some", "--gpu", "cpu"]
-    command = ["/dev/shm/env/bin/sh", "-c", "exit 0"]
+    command = ["/dev/shm/env/bin/sh", "-c", "echo here; exit $((RANK == 3))"]
+    run_dir = Path(f"/dev/shm/{tmp_path.name}-run")
     try:
-        with Launched(flags, command, run_dir=tmp_path / "run", prefix=bed.hub()) as launched:
+        with Launched(flags, command, run_dir=run_dir, prefix=bed.hub()) as launched:
             code, _, err = launched.wait()
+        read = [sys.executable, "-m", "dslaunch"]
+        status = subprocess.run([*read, "status", run_dir], capture_output=True, text=True, check=True)
+        logs = subprocess.run([*read, "logs", run_dir], capture_output=True, text=True, check=False)
     finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
         for name in bed.names:
             subprocess.run([*bed.hub(), "ssh", name, "rm -r /dev/shm/env"], check=True, timeout=30)
-    assert code == 0, err
-    assert "dslaunch: note: torch is 2.0 on node3, but 1.0 on the others" in err
-    assert "--exclude node3 leaves that out" in err
-    assert "dslaunch: note: node2: /dev/shm is 1.0 GiB for 2 ranks" in err
-    assert err.count("dslaunch: note:") == 2
+    assert code == 1, err
+    notes = {line.partition(": ")[2] for line in err.splitlines() if line.startswith("dslaunch: note: ")}
+    assert "node1, node2, node3: " + UNSEEN.format(run_dir) in err
+    assert (
+        "dslaunch: note: hosts differ: ranks may hang, or compute something else; --exclude node3 leaves that"
+        " out\ndiffers  value  hosts\ntorch    1.0    node1, node2\n         2.0    node3\n"
+    ) in err
+    for words in (
+        "node2: /dev/shm is 1.0 GiB for 2 ranks",
+        "node1, node2, node3: cannot write the cache /proc/cache: No such file or directory; set DSLAUNCH",
+        f"node1, node2, node3: no process has {lock} open: a killed build left it",
+    ):
+        assert [note for note in notes if note.startswith(f"note: {words}")], err
+    assert len(notes) == 5
+    log = f"{run_dir}/logs/rank-3.log"
+    assert f"\n  log          node3:{log}\n" in err
+    assert f"\nlog      node3:{log}\n" in status.stdout
+    assert (logs.returncode, logs.stdout) == (2, "")
+    assert f"Error: rank 3 has its log on node3, which does not see this run directory: {log}" in logs.stderr
 
 
 def test_filters_choose_hosts(bed: Testbed, over: Over) -> None:

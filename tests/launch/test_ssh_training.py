@@ -177,7 +177,7 @@ def test_a_run_directory_that_hosts_do_not_share_starts_nothing(bed: Testbed, he
     code, err = finish(start(bed, "--hostfile", "hosts", "--run-dir", "/dev/shm/dslaunch-test-run"))
     subprocess.run(["rm", "-rf", "/dev/shm/dslaunch-test-run"], check=True)
     assert code == 3
-    assert "is not seen here (No such file or directory)" in err
+    assert "is not seen there (No such file or directory)" in err
     assert "--run-dir on a file system that all hosts share" in err
 
 
