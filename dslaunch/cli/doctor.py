@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 @click.argument("run_file", required=False, metavar="[RUN.yaml]")
 @options.set_option
 @options.cluster_options
+# Word for word what some expect of doctor; everywhere else the flag is --hostfile, and so it is in the help.
+@click.option("--hosts", "hosts_file", hidden=True)
 @options.master_options
 @options.run_dir_option
 @click.option(
@@ -56,6 +58,7 @@ def command(
     build_ops: bool,
     numerics: bool,
     as_json: bool,
+    hosts_file: str | None,
     **flags: Any,
 ) -> int:
     """Say what this machine lacks for a run, or with a run file or --hostfile what its hosts lack.
@@ -65,6 +68,10 @@ def command(
     changed there. Exit code 1 where a run would fail. The `inventory` in the output of --json is one for
     --inventory.
     """
+    if hosts_file is not None:
+        if flags["hostfile"] is not None:
+            raise click.UsageError("--hosts is another word for --hostfile; give one of them")
+        flags["hostfile"] = hosts_file
     if numerics:
         from dslaunch.cli import doctor_numerics
 

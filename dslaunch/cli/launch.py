@@ -127,7 +127,7 @@ def command(
 
         print_as(plan, request, launcher, dry_run=dry_run, as_json=as_json)
         return 0
-    check_ready_to_run(plan, request)
+    check_ready_to_run(plan, request, dry_run=dry_run)
     _render(plan)  # what cannot be written must be found while there is no run directory
     _say_what_it_takes(plan)
     if dry_run:

@@ -34,11 +34,6 @@ def print_as(
             f"{launcher} knows nothing of containers; nothing was written",
             hint="leave launch.container (--container) out, and type what is printed inside of the container",
         )
-    if plan.launch.local_rank_arg is not None:
-        raise ConfigError(
-            f"--local-rank-arg cannot be printed for {launcher}; nothing was written",
-            hint="leave it out; deepspeed gives --local_rank where its --no_local_rank is taken away",
-        )
     if plan.launch.via == "local":
         local.check_hosts(plan.launch.topology)
     check_run_dir_of(plan, request)
@@ -59,10 +54,10 @@ def print_as(
 def _printed(plan: RecordedPlan, request: LaunchRequest, launcher: str) -> Printed:
     from dslaunch.cli.launch_request import rank_plan
     from dslaunch.launch.orders import check_launch
-    from dslaunch.launch.print_as import PRINTERS
+    from dslaunch.launch.print_as import PRINTERS, with_local_rank
     from dslaunch.launch.text import utf8_environ
 
-    launch, environ = rank_plan(plan, request), utf8_environ()
+    launch, environ = with_local_rank(rank_plan(plan, request)), utf8_environ()
     # Where it is typed later a secret may be set that is not set here.
     check_launch(launch, {**dict.fromkeys(launch.secret_env, ""), **environ})
     return PRINTERS[launcher](launch, environ)

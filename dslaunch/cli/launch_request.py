@@ -75,16 +75,21 @@ def claim_run_dir(plan: RecordedPlan, request: LaunchRequest) -> RecordedPlan:
     return plan
 
 
-def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest) -> None:
-    """All that can be known to keep ``plan`` from starting here; a dry run looks at the same. Writes nothing.
+def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest, *, dry_run: bool = False) -> None:
+    """All that can be known to keep ``plan`` from starting here. Writes nothing.
+
+    A dry run looks at the same, but for the open files that the launch alone takes: those it tells of.
 
     Raises ConfigError or EnvironmentNotReady.
     """
     from dslaunch.cli.host_check import check_host_memory
+    from dslaunch.cli.talk import note
     from dslaunch.core.plan import RunPlan
-    from dslaunch.launch.ready import check_packages, check_ready, check_recorded_paths
+    from dslaunch.launch.ready import check_packages, check_ready, check_recorded_paths, open_files_problem
 
-    check_ready(plan.launch, device_source=_device_source(plan, request))
+    check_ready(plan.launch, device_source=_device_source(plan, request), dry_run=dry_run)
+    if dry_run and (problem := open_files_problem(plan.launch.topology.num_nodes)) is not None:
+        note(problem)
     if isinstance(plan, RunPlan):
         check_packages(plan)
         check_recorded_paths(plan)

@@ -1,7 +1,8 @@
-"""What ``--dry-run`` shows of a launch: the very orders that each host would get."""
+"""What ``--dry-run`` shows of a launch: the very orders that each host would get, and what starts them."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -9,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dslaunch.core.command import Command
     from dslaunch.core.plan import LaunchPlan
+    from dslaunch.core.topology import Host
     from dslaunch.launch.record import RecordedPlan
 
 
 def show(plan: RecordedPlan, launch: LaunchPlan, *, as_json: bool) -> None:
-    """What would be started: the very orders, with secrets and the port left open.
+    """What would be started: the very orders and commands, with secrets and the port left open.
 
     ``launch``: what the ranks run, where that is another argv than the plan's own.
     """
-    from dslaunch.core.command import holds_secret, quote, shell_text
+    from dslaunch.core.command import holds_secret, quote
     from dslaunch.core.plan import to_json
-    from dslaunch.launch.container import enter_words
     from dslaunch.launch.orders import build_orders, check_launch, is_elsewhere
     from dslaunch.launch.text import utf8_environ
 
@@ -28,27 +32,41 @@ def show(plan: RecordedPlan, launch: LaunchPlan, *, as_json: bool) -> None:
     check_launch(launch, environ)
     secret = [name for name, value in environ.items() if holds_secret(name, value)]
     environ.update(dict.fromkeys((*launch.secret_env, *secret), "(taken from the environment at start)"))
-    hosts = [
-        build_orders(launch, node_rank, environ=environ, elsewhere=is_elsewhere(launch, host))
-        for node_rank, host in enumerate(launch.topology.hosts)
-    ]
+    shown = []
+    for node_rank, host in enumerate(launch.topology.hosts):
+        orders = build_orders(launch, node_rank, environ=environ, elsewhere=is_elsewhere(launch, host))
+        shown.append((orders, _starter(launch, host, orders, environ)))
     if as_json:
-        click.echo(json.dumps({"schema_version": 1, "dry_run": True, "plan": to_json(plan), "hosts": hosts}))
+        commands = [
+            {"host": orders["host"], "argv": list(starter.argv), "env": dict(starter.env)}
+            for orders, starter in shown
+        ]
+        report = {"schema_version": 1, "dry_run": True, "plan": to_json(plan)}
+        click.echo(json.dumps({**report, "hosts": [orders for orders, _ in shown], "commands": commands}))
         return
     click.echo(f"run directory {quote(launch.run_dir)}  (nothing is started or written)")
-    if within := enter_words(launch):
-        click.echo(f"on each host inside of {shell_text(within)} ...")
-    for orders in hosts:
-        _show_host(orders, launch)
+    for orders, starter in shown:
+        _show_host(orders, launch, starter)
 
 
-def _show_host(orders: dict[str, Any], launch: LaunchPlan) -> None:
+def _starter(launch: LaunchPlan, host: Host, orders: dict[str, Any], environ: Mapping[str, str]) -> Command:
+    """What starts the host's agent, by the way to it; what goes to its stdin is the orders."""
+    from dslaunch.launch.container import enter_words
+    from dslaunch.launch.orders import way_to
+    from dslaunch.launch.startup import LAUNCHERS
+
+    command = LAUNCHERS[way_to(launch, host)](host, orders, environ, enter_words(launch))
+    return dataclasses.replace(command, stdin=None)
+
+
+def _show_host(orders: dict[str, Any], launch: LaunchPlan, starter: Command) -> None:
     from dslaunch.core.command import quote, shell_text
 
     one = launch.topology.num_nodes == 1
     addr = launch.master_addr or ("127.0.0.1" if one else "(host 0's address on the way to the others)")
     port = launch.master_port or "(a free port, found at start)"
-    click.echo(f"\nhost {orders['host']}, in {quote(orders['cwd'])}, each rank runs\n")
+    click.echo(f"\nhost {orders['host']}, where the agent is started by\n\n  {starter.shell_text()}\n")
+    click.echo(f"and in {quote(orders['cwd'])} each rank runs\n")
     last = f" {launch.local_rank_arg}=LOCAL_RANK" if launch.local_rank_arg else ""
     click.echo(f"  {shell_text(orders['argv'])}{last}\n\nwith, added to the environment,\n")
     for name, value in orders["env"].items():

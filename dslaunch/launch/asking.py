@@ -17,7 +17,17 @@ from dslaunch.launch.link import kill_with_descendants
 from dslaunch.launch.orders import encode_orders
 from dslaunch.launch.text import said
 
+_KEEP_NOISE = 1024  # of lines that are no answer: a greeting, or why an account lets nobody in
 _LOOK_S = 0.5  # between two looks at programs that stay when what they started has failed
+
+
+def _object_of(line: bytes) -> dict[str, Any]:
+    """The JSON object in a line; empty where it holds none."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(line)
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 class NoAnswer(Exception):
@@ -42,7 +52,7 @@ class Program:
         self._stdin, self._stdout = self.process.stdin, self.process.stdout
         os.set_blocking(self._stdin.fileno(), False)
         self._room = float("inf") if command.stdin_room is None else command.stdin_room
-        self._unsent = self._unread = b""
+        self._unsent = self._unread = self._noise = b""
 
     def ask(self, question: bytes | dict[str, Any], event: str) -> dict[str, Any]:
         """Send ``question`` and wait for the answer of that name; other lines (login noise) are skipped.
@@ -52,12 +62,14 @@ class Program:
         until = time.monotonic() + self.timeout_s
         self._unsent += question if isinstance(question, bytes) else encode_orders(question)
         for line in self._lines(until):
-            with contextlib.suppress(ValueError):
-                found = json.loads(line)
-                if isinstance(found, dict) and found.get("event") == "room":
-                    self._room += int(found.get("bytes", 0))
-                elif isinstance(found, dict) and found.get("event") == event:
-                    return found
+            found = _object_of(line)
+            if found.get("event") == "room":
+                self._room += int(found.get("bytes", 0))
+            elif found.get("event") == event:
+                self._noise = b""
+                return found
+            else:
+                self._noise = (self._noise + line + b"\n")[-_KEEP_NOISE:]
         raise NoAnswer(self._ending(until))
 
     def said(self) -> bytes:
@@ -110,7 +122,7 @@ class Program:
         self.process.wait()
 
     def _words(self) -> str:
-        return said(self.said(), 500)
+        return said(self.said(), 500, noise=self._noise)
 
     def _ending(self, until: float) -> str:
         if self._has_given_up(self.process.pid):

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Collection, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -80,6 +81,7 @@ def _interpreter(program: str, environ: Mapping[str, str], cwd: str) -> str:
     return os.path.normpath(os.path.join(cwd, found or program))
 
 
+@cache
 def _key(interpreter: str) -> str:
     ours = interpreter == os.path.normpath(sys.executable)
     versions = _our_versions() if ours else versions_beside(os.fsencode(interpreter), _PACKAGES)

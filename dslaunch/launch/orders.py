@@ -85,7 +85,7 @@ def build_orders(
     ``leased_port``: the master port, where this machine is host 0 and has it reserved.
     ``needs_cache``: nothing can start where the cache cannot be written.
     """
-    host = plan.topology.hosts[node_rank]
+    host, run_dir = plan.topology.hosts[node_rank], RunDir(Path(plan.run_dir))
     env = common_env(plan, environ)
     if plan.container is not None:
         env = {**without_the_images_own(forwarded(environ)), **env}
@@ -112,7 +112,7 @@ def build_orders(
                 "rank": place.rank,
                 "env": _rank_env(plan, place),
                 "args": [f"{plan.local_rank_arg}={place.local_rank}"] if plan.local_rank_arg else [],
-                "log": str(RunDir(Path(plan.run_dir)).rank_log(place.rank)),
+                "log": str(run_dir.rank_log(place.rank)),
                 "show": "all" if place.rank == 0 else "errors",
             }
             for place in plan.topology.ranks_on(node_rank)

@@ -6,6 +6,7 @@ and torch 2.13 (``torch.distributed.run``).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -115,6 +116,17 @@ PRINTERS: Mapping[str, Callable[[LaunchPlan, Mapping[str, str]], Printed]] = {
     "deepspeed": print_for_deepspeed,
     "torchrun": print_for_torchrun,
 }
+
+
+def with_local_rank(plan: LaunchPlan) -> LaunchPlan:
+    """``plan`` with its --local-rank-arg put behind the command by a shell on the host.
+
+    torchrun gives none, and deepspeed one that stands first and has an underscore.
+    """
+    if plan.local_rank_arg is None:
+        return plan
+    script = f'exec "$@" {plan.local_rank_arg}="$LOCAL_RANK"'
+    return dataclasses.replace(plan, argv=("/bin/sh", "-c", script, "sh", *plan.argv), local_rank_arg=None)
 
 
 # --- what both need -------------------------------------------------------------------------------

@@ -21,10 +21,13 @@ _FILES_PER_AGENT = 3  # its stdin, stdout and stderr
 _OTHER_FILES = 128
 
 
-def check_ready(plan: LaunchPlan, *, device_source: str | None = None) -> Mapping[str, str]:
+def check_ready(
+    plan: LaunchPlan, *, device_source: str | None = None, dry_run: bool = False
+) -> Mapping[str, str]:
     """Whether ``plan`` can start from this machine now; returns the environment it looked at. Starts nothing.
 
     ``device_source``: where its devices were written, as an Origin says it, for the message.
+    ``dry_run``: this process will not hold a connection to each host.
     No other host is contacted: each one's agent looks at its own when the launch starts.
     Raises ConfigError where the plan makes no sense here, EnvironmentNotReady
     where a secret, device, program, directory or the asked port is missing.
@@ -38,7 +41,8 @@ def check_ready(plan: LaunchPlan, *, device_source: str | None = None) -> Mappin
         local.check_devices(plan, environ, source=device_source)
         if plan.container is None:
             local.check_program(plan, environ)
-    allow_open_files(plan.topology.num_nodes)
+    if not dry_run:
+        allow_open_files(plan.topology.num_nodes)
     if plan.master_port is not None and not is_elsewhere(plan, plan.topology.hosts[0]):
         lease_port(plan.master_port).close()
     return environ
@@ -84,16 +88,24 @@ def allow_open_files(num_hosts: int) -> None:
 
     Raises EnvironmentNotReady where the hard limit is below that.
     """
-    needed = _FILES_PER_AGENT * num_hosts + _OTHER_FILES
+    if (problem := open_files_problem(num_hosts)) is not None:
+        hint = "have the limit raised (ulimit -Hn), or use fewer hosts"
+        raise EnvironmentNotReady(f"{problem}; nothing was started", hint=hint)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise EnvironmentNotReady(
-            f"{num_hosts} hosts take {needed} open files here, and the limit is {hard}; nothing was started",
-            hint="have the limit raised (ulimit -Hn), or use fewer hosts",
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if soft != resource.RLIM_INFINITY and soft < _files_for(num_hosts):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_files_for(num_hosts), hard))
+
+
+def open_files_problem(num_hosts: int) -> str | None:
+    """Why this process could not watch so many agents; None where it could."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard == resource.RLIM_INFINITY or hard >= _files_for(num_hosts):
+        return None
+    return f"{num_hosts} hosts take {_files_for(num_hosts)} open files here, and the limit is {hard}"
+
+
+def _files_for(num_hosts: int) -> int:
+    return _FILES_PER_AGENT * num_hosts + _OTHER_FILES
 
 
 def check_recorded_paths(plan: RunPlan) -> None:

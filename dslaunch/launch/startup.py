@@ -228,7 +228,7 @@ class Startup:
         self._answer_by = float("inf")
         silent = [self._links[node_rank] for node_rank in sorted(self._awaited) if node_rank in self._links]
         for link in silent:
-            words = said(link.stderr, 500)
+            words = said(link.stderr, 500, noise=b"" if link.said_hello else link.noise)
             it_said = f"; it said: {words}" if words else ""
             self.note_unusable(link, f"no answer within {_ANSWER_S:g} s{it_said}", None)
         return silent
@@ -295,6 +295,11 @@ class Startup:
         """MASTER_ADDR and MASTER_PORT, as the agent on host 0 found them."""
         return self._ready[0]["addr"], self._ready[0]["port"]
 
+    def start_facts(self) -> dict[str, Any]:
+        """What events.jsonl has of the start of the ranks."""
+        addr, port = self.meeting_point()
+        return {"master_addr": addr, "master_port": port, "unshared_hosts": self.unshared_hosts}
+
     @property
     def unshared_hosts(self) -> tuple[str, ...]:
         """Those that do not see the run directory: their ranks' logs are there and not here."""
@@ -332,8 +337,7 @@ def describe_lost_agent(link: AgentLink) -> str:
     """How an agent that was lost without a last word ended, or the way to it, with what that said."""
     code = link.process.wait()
     link.drain_stderr()
-    # An account that lets nobody in says so on stdout.
-    words = said(link.stderr, 1000) or ("" if link.said_hello else said(link.noise, 1000))
+    words = said(link.stderr, 1000, noise=b"" if link.said_hello else link.noise)
     if link.is_local:
         code, words = (128 - code, "") if code > 128 else (code, words)  # as its keeper tells a signal
         return f"the agent on {link.host.name} {describe_code(code)}" + (f": {words}" if words else "")

@@ -179,9 +179,7 @@ class _Launch:
         if (refusal := self.startup.refusal()) is not None:
             self._refuse(refusal)
         elif self.startup.has_started:
-            addr, port = self.startup.meeting_point()
-            unshared = self.startup.unshared_hosts
-            self.events.write("ranks_start", master_addr=addr, master_port=port, unshared_hosts=unshared)
+            self.events.write("ranks_start", **self.startup.start_facts())
             for doubt in self.startup.doubts():
                 self._say(f"note: {doubt}")
 

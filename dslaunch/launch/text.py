@@ -23,11 +23,14 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def said(stderr: bytes, most: int) -> str:
+def said(stderr: bytes, most: int, *, noise: bytes = b"") -> str:
     """What a program that led to a host complained of: the end of it, at most ``most`` characters.
 
+    ``noise``: what came on its stdout, where an account that lets nobody in says so.
     Open MPI puts a page of general advice, in a frame of dashes, behind what ssh said.
     """
     text = stderr.decode("utf-8", "surrogateescape").strip()
     own, frame, _ = text.partition("\n-----")
-    return printable((own if frame else text).strip()[-most:])
+    words = printable((own if frame else text).strip()[-most:])
+    there = printable(noise.decode("utf-8", "surrogateescape").strip()[-most:])
+    return f"{words}; on its stdout: {there}" if words and there else words or there

@@ -46,10 +46,11 @@ class Watch:
     def say_what_is_known(self) -> None:
         """What the user should know before a start."""
         num_hosts = self._plan.topology.num_nodes
-        if num_hosts > _MANY_HOSTS and self._plan.via == "ssh" and not self._quiet:
+        if num_hosts > _MANY_HOSTS and not self._quiet:
             self._screen.say(
-                f"note: ssh to {num_hosts} hosts takes a process here for each; it is good to about "
-                f"{_MANY_HOSTS}. For more use srun or MPI, which start processes in a tree"
+                f"note: {self._plan.via} takes a process here for each of {num_hosts} hosts; it is good to"
+                f" about {_MANY_HOSTS}. For more use srun or MPI by themselves, which start processes in a"
+                " tree, with the lines of --print-as torchrun"
             )
 
     def note_ended(self, rank: int, host: str) -> None:

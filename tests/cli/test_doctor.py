@@ -102,6 +102,7 @@ def test_slots_that_this_machine_has_not(
         (("--num-nodes", "2", "--num-gpus-per-node", "1"), "host node-0 cannot be reached"),
         (("--hostfile", "two", "--via", "local"), "host here.invalid cannot be reached"),
         (("--set", "a=b"), "--set changes a run file"),
+        (("--hosts", "two", "--hostfile", "two"), "--hosts is another word for --hostfile"),
     ],
 )
 def test_what_cannot_be_asked(

@@ -64,15 +64,17 @@ def printed(bed: Testbed, *words: str) -> str:
 
 def test_argv_and_environment_arrive_byte_for_byte_under_deepspeed(bed: Testbed, here: Path) -> None:
     Path("show.py").write_text(SHOW)
-    env = ["--env", 'A=it\'s "so" $HOME %n `id` \\', "--env", "B=", "--env", "C=50%"]
+    env = ["--env", 'A=it\'s "so" $HOME %n `id` \\', "--env", "B=", "--env", "C=50%",
+           "--local-rank-arg", "--local-rank"]  # fmt: skip
     line = printed(bed, "--gpu", "cpu", "--print-as", "deepspeed", "--run-dir", "r", *env, "--",
                    sys.executable, "show.py", *HOSTILE)  # fmt: skip
     on_hub(bed, "bash", "-c", line)
     for rank in range(2):
         told = json.loads(Path(f"told-{rank}").read_text())
         assert told == {
-            "argv": HOSTILE, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu",
-            "DSLAUNCH_RUN_DIR": str(here / "r"), "A": 'it\'s "so" $HOME %n `id` \\', "B": "", "C": "50%",
+            "argv": [*HOSTILE, "--local-rank=0"], "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+            "DS_ACCELERATOR": "cpu", "DSLAUNCH_RUN_DIR": str(here / "r"),
+            "A": 'it\'s "so" $HOME %n `id` \\', "B": "", "C": "50%",
         }  # fmt: skip
 
 
@@ -80,13 +82,14 @@ def test_they_arrive_under_torchrun_on_unequal_hosts(bed: Testbed, here: Path) -
     Path("show.py").write_text(SHOW)
     Path("hosts").write_text("node1 slots=2\nnode2 slots=1\n")
     lines = printed(bed, "--gpu", "cpu", "--print-as", "torchrun", "--run-dir", "r", "--env", "A=$HOME %n",
+                    "--local-rank-arg", "--local_rank",
                     "--", sys.executable, "show.py", *HOSTILE).splitlines()  # fmt: skip
     type_on_each(bed, lines)
     told = [json.loads(Path(f"told-{rank}").read_text()) for rank in range(3)]
     assert [(one["RANK"], one["WORLD_SIZE"], one["LOCAL_RANK"], one["A"]) for one in told] == [
         (rank, "3", local_rank, "$HOME %n") for rank, local_rank in (("0", "0"), ("1", "1"), ("2", "0"))
     ]
-    assert all(one["argv"] == HOSTILE for one in told)
+    assert all(one["argv"] == [*HOSTILE, f"--local_rank={one['LOCAL_RANK']}"] for one in told)
 
 
 def test_our_worker_trains_the_same_under_all_three(bed: Testbed, here: Path, ops_dir: Path) -> None:

@@ -134,6 +134,8 @@ def test_a_file_that_would_leave_its_root_is_not_written(tmp_path: Path) -> None
     [
         ("echo Permission denied >&2; exit 255", "Permission denied"),
         ("exit 7", "it ended with code 7"),
+        ("echo No account.; exit 1", "No account."),
+        ("echo careful >&2; echo No account.; exit 1", "careful; on its stdout: No account."),
         ("echo working on it >&2; exec sleep 60", "no answer within 1 s; it said: working on it"),
         ("exec sleep 60", "no answer within 1 s"),
         ("exec sleep 60 >&-", "no answer within 1 s"),  # it says no more, and lives on

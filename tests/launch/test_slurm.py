@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -19,6 +20,7 @@ from tests.launch.launching import Launched, python, rank_pid, wait_until
 from tests.testbed.slurm import SlurmBed
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
+PAGE = REPO_ROOT / "docs/launching.md"
 pytestmark = pytest.mark.needs("root", "slurm", "namespaces")
 
 # Each rank prints its arguments and the environment that it was given.
@@ -112,6 +114,30 @@ def test_unequal_gpus_and_words_of_every_kind(jobs: SlurmBed) -> None:
         # The place of the agent as a task of Slurm's is not that of a rank.
         own_place = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NNODES")
         assert not [name for name in own_place if name in env]
+
+
+def test_one_srun_starts_the_lines_of_torchrun(jobs: SlurmBed, tmp_path: Path) -> None:
+    """As the documentation says of more hosts than an srun for each is good to. This torchrun only writes."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3").symlink_to(sys.executable)
+    torchrun = tmp_path / "bin/torchrun"
+    torchrun.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\" > got-$(uname -n)\n")
+    torchrun.chmod(0o755)
+    found = re.search(r"```bash\n(dslaunch launch run.yaml.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found
+    words = ["train.py", "a b", "$HOME", 'it\'s "so"', "two\nlines"]
+    command = shlex.join([str(tmp_path / "bin/python3"), *words])
+    lines = found[1].replace("dslaunch launch run.yaml", dslaunch("launch", "--gpu", "cpu"))
+    script = lines.replace("--print-as torchrun", f"--print-as torchrun -- {command}")
+    Path("hosts").write_text("n3 slots=1\nn2 slots=1\n")
+    script = script.replace("--gpu cpu", "--gpu cpu --hostfile hosts --via slurm")
+    code, _, err = jobs.submit(script, "--nodelist=n2,n3", "--mem=100").wait()
+    assert code == 0, err
+    for node_rank, name in enumerate(("n3", "n2")):
+        argv = Path(f"got-{name}").read_text().split("\n", 5)
+        assert argv[:4] == ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={node_rank}",
+                            f"--master-addr={jobs.address('n3')}"]  # fmt: skip
+        assert argv[5] == "\n".join([*words, ""])
 
 
 @pytest.mark.parametrize(

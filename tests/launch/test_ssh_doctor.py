@@ -33,8 +33,8 @@ def doctor(bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))  # other tests may build in theirs
     (tmp_path / "hosts").write_text("".join(f"{name} slots=1\n" for name in bed.names))
 
-    def run(*options: str, hostfile: str = "hosts") -> tuple[int, str, str]:
-        argv = [sys.executable, "-m", "dslaunch", "doctor", "--hostfile", hostfile, "--gpu", "cpu", *options]
+    def run(*options: str, hostfile: str = "hosts", flag: str = "--hostfile") -> tuple[int, str, str]:
+        argv = [sys.executable, "-m", "dslaunch", "doctor", flag, hostfile, "--gpu", "cpu", *options]
         done = subprocess.run([*bed.hub(), *argv], capture_output=True, text=True, timeout=60, check=False)
         return done.returncode, done.stdout, done.stderr
 
@@ -62,7 +62,7 @@ def test_hosts_that_are_fine(bed: Testbed, doctor: Doctor) -> None:
     # Debian's way of naming a host is no fault, since nobody here goes by it.
     assert "info     node1, node2, node3: its own name leads to 127.0.1.1" in out
     assert err.endswith("nothing is missing\n")
-    code, out, _ = doctor("--json")
+    code, out, _ = doctor("--json", flag="--hosts")
     report = json.loads(out)
     assert (code, report["ready"], findings(out)) == (0, True, {})
     assert list(report["inventory"]) == bed.names

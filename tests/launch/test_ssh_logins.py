@@ -151,11 +151,15 @@ def test_interfaces_that_have_other_names_on_each_host(bed: Testbed, over: Over)
     [("/usr/sbin/nologin", "This account is currently not available."), ("/no/shell", "Permission denied")],
 )
 def test_an_account_without_a_shell(bed: Testbed, over: Over, shell: str, says: str) -> None:
-    bed.change_etc("node2", {"passwd": passwd(shell)}, wait=False)
+    """Whatever a site has ssh say of itself before."""
+    config = f"{SSHD}Banner /etc/ssh/banner\n"
+    site = {"ssh/banner": "Authorized use only.\n", "ssh/sshd_config": config}
+    bed.change_etc("node2", {"passwd": passwd(shell), **site}, wait=False)
     try:
         code, _, err = over("node1 slots=1\nnode2 slots=1\n", "touch('started')").wait()
     finally:
-        bed.change_etc("node2", {"passwd": None})
+        bed.change_etc("node2", {"passwd": None, "ssh/banner": None, "ssh/sshd_config": SSHD})
+    assert "Authorized use only." in err
     assert code == 3
     assert "host node2: " in err
     assert says in err

@@ -159,8 +159,12 @@ def test_open_files_for_many_hosts() -> None:
     assert "3 10000 hosts take 30128 open files here, and the limit is 4096" in in_limits(256, 4096, 10_000)
 
 
-@pytest.mark.parametrize(("num_hosts", "via", "said"), [(1001, "ssh", True), (1000, "ssh", False)])
-def test_so_many_hosts_are_not_for_ssh(tmp_path: Path, num_hosts: int, via: Any, said: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_hosts", "via", "said"), [(1001, "ssh", True), (1001, "slurm", True), (1000, "ssh", False)]
+)
+def test_so_many_hosts_are_not_for_a_process_each(
+    tmp_path: Path, num_hosts: int, via: Any, said: bool
+) -> None:
     hosts = tuple(Host(name=f"node{i}", slots=("0",)) for i in range(num_hosts))
     plan = LaunchPlan(argv=("x",), topology=Topology(hosts=hosts), run_dir=str(tmp_path), cwd="/", via=via)
     err = io.BytesIO()
@@ -168,7 +172,10 @@ def test_so_many_hosts_are_not_for_ssh(tmp_path: Path, num_hosts: int, via: Any,
     watch.Watch(plan, startup.Startup(plan), screen, own_worker=False).say_what_is_known()
     screen.close(lambda: False)
     text = err.getvalue().decode()
-    assert ("For more use srun or MPI" in text) == said
+    words = (
+        f"note: {via} takes a process here for each of {num_hosts} hosts; it is good to about 1000. For more"
+    )
+    assert (f"{words} use srun or MPI by themselves" in text) == said
 
 
 def test_a_wrapper_around_ssh_is_killed_with_its_children() -> None:

@@ -111,6 +111,3 @@ def test_a_local_rank_that_was_asked_for(launch: Launch, tmp_path: Path, spellin
 def test_a_local_rank_is_for_commands_alone(tmp_path: Path) -> None:
     done = dslaunch("--local-rank-arg", "--local_rank", "run.yaml", cwd=tmp_path)
     assert done.returncode == 2
-    options = ("--num-gpus-per-node", "1", "--local-rank-arg", "--local_rank", "--print-as", "torchrun")
-    done = dslaunch(*options, command=("--", "true"), cwd=tmp_path)
-    assert "--local-rank-arg cannot be printed for torchrun" in error_of(done)
