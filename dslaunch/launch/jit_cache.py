@@ -42,14 +42,17 @@ def cache_of(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
 
 
 def held_here(locks: Collection[str]) -> set[str]:
-    """Those of torch's lock files that a process of this machine has open."""
-    found = {}
+    """Those of torch's lock files that a process of this machine has open, or that are gone by now."""
+    found, gone = {}, set()
     for path in locks:
-        with contextlib.suppress(OSError):
+        try:
             status = os.stat(path)
             found[path] = (status.st_dev, status.st_ino)
+        except OSError:
+            if os.path.isdir(os.path.dirname(path)):  # else it is only there
+                gone.add(path)
     held = opened(set(found.values()))
-    return {path for path, file in found.items() if file in held}
+    return gone | {path for path, file in found.items() if file in held}
 
 
 def find_op_to_build(plan: LaunchPlan, environ: Mapping[str, str]) -> Path | None:
