@@ -50,6 +50,7 @@ def test_every_cuda_torch_and_deepspeed_has_a_folder_of_its_own(
         path.touch()
 
     def folder() -> Path:
+        jit_cache._key.cache_clear()  # in one process an environment does not change
         return torch_extensions_dir(str(python), {"DSLAUNCH_CACHE": "/c"}, "/")
 
     def become(torch: str, deepspeed: str, version: str) -> Path:
@@ -73,13 +74,16 @@ def test_every_cuda_torch_and_deepspeed_has_a_folder_of_its_own(
     assert become("2.9.0", "0.19.8", cuda) == found[1]
     monkeypatch.setattr(jit_cache, "cpu_model", lambda: "another CPU")
     assert folder() != found[1]
+    jit_cache._key.cache_clear()
 
 
 def test_the_cuda_of_our_own_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = torch_extensions_dir(sys.executable, {}, "/")
     assert found == torch_extensions_dir(sys.executable, {}, "/")
+    jit_cache._key.cache_clear()
     monkeypatch.setattr(jit_cache, "_CUDA", re.compile("^__version__ = '([^']+)'", re.MULTILINE))
     assert torch_extensions_dir(sys.executable, {}, "/") != found
+    jit_cache._key.cache_clear()
 
 
 @pytest.mark.parametrize(
