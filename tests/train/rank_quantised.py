@@ -9,7 +9,7 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from benchmarks.memory import all_tensors, live_bytes, storages
-from dslaunch.config.memory.items import rest_size
+from dslaunch.config.memory.items import LOADING, rest_size, size_at
 from dslaunch.config.memory.model import load_model_facts
 from dslaunch.config.memory.of_run import setup_of_run
 from dslaunch.config.memory.offload import rank_items
+from dslaunch.config.memory.states import while_loading
 from dslaunch.core.plan import AdapterPlan, Fp16Plan, OptimizerPlan, QuantizationPlan
 from dslaunch.losses.sft import token_nll
 from dslaunch.train.adapters import add_adapter
@@ -99,9 +100,10 @@ def plan_of(kind: str, precision: str, stage: int, storage: str | None = None) -
 
 
 @contextmanager
-def engine_of(plan: Any) -> Iterator[Engine]:
+def engine_of(plan: Any, *, on_load: Callable[[Any], Any] = lambda model: None) -> Iterator[Engine]:
     """Loaded as a run loads it."""
     loaded = load_model(plan, load_tokenizer(plan.model, torch.float32))
+    on_load(loaded.model)
     with engine_for(loaded.model, dict(plan.ds_config), model_parameters=loaded.trainable) as engine:
         yield engine
     del loaded
@@ -277,11 +279,24 @@ def memory_of(kind: str, precision: str, stage: int, threshold: int = 0) -> dict
     plan = replace(plan, ds_config=settings, optimizer=sgd)
     gc.collect()
     ignore = set(storages(all_tensors()))
-    with engine_of(plan) as engine:
+    loaded: list[int] = []
+    with engine_of(plan, on_load=lambda model: loaded.append(_live(ignore))) as engine:
         train(engine, 0, 1)
         measured = live_bytes(engine, ignore)
-    facts = load_model_facts(MODELS / "untied")
-    return {"measured": measured, "planned": rest_size(rank_items(setup_of_run(plan, facts), RANK)[0])}
+    setup = setup_of_run(plan, load_model_facts(MODELS / "untied"))
+    items = rank_items(setup, RANK)[0]
+    return {
+        "measured": measured,
+        "planned": rest_size(items),
+        "loaded": loaded[0],
+        "planned_loaded": size_at([*items, *while_loading(setup, items)], LOADING),
+    }
+
+
+def _live(ignore: set[int]) -> int:
+    """Bytes of every storage that some tensor refers to, before there is an engine."""
+    gc.collect()
+    return sum(size for pointer, size in storages(all_tensors()).items() if pointer not in ignore)
 
 
 # --- what is refused, done all the same ---------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+LOADING = "loading"  # before the first step: the model is read
 ALWAYS = "always"  # between two steps: what rests
 REST = "at rest"  # between two steps, but not inside one
 FORWARD = "forward"  # the end of the forward pass, loss included

@@ -11,6 +11,7 @@ from dslaunch.config.memory.items import ALWAYS, ON_DISK, OUTSIDE, Item, peak_ph
 from dslaunch.config.memory.offload import rank_items
 from dslaunch.config.memory.roles import critics, with_other_models
 from dslaunch.config.memory.setup import Setup, worst_rank
+from dslaunch.config.memory.states import while_loading
 from dslaunch.config.memory.wide import wide_items
 
 GIB = 2**30
@@ -146,6 +147,7 @@ def plan_memory(
     states, offloaded = rank_items(setup, rank)
     passing = (*activation_items(setup), *wide_items(setup))
     items = [*states, *(item for item in passing if item.size)]
+    items += while_loading(setup, items)
     items, offloaded = with_other_models(setup, items, offloaded)
     peak = size_at(items, peak_phase(items))
     return MemoryPlan(

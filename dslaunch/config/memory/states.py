@@ -7,17 +7,21 @@ and 2, S a rank's share of it, S3 a rank's share at stage 3, e bytes of a parame
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dslaunch.config.memory.items import (
     BACKWARD,
     CONVERT,
     FORWARD,
     LAYERS,
+    LOADING,
     LOSS,
     PASSES,
     REDUCE,
     REST,
     UPDATE,
     Item,
+    size_at,
 )
 from dslaunch.config.memory.setup import Frozen, Setup, flat_size, shard, touching
 
@@ -51,6 +55,18 @@ def frozen_bytes(setup: Setup) -> int:
         return sum(part.nbytes for part in setup.frozen)
     share = [shard(part.elements, setup.world_size) * part.element_bytes for part in setup.frozen]
     return sum(share) + sum(part.replicated for part in setup.frozen)
+
+
+def while_loading(setup: Setup, items: Iterable[Item]) -> list[Item]:
+    """Stage 3: transformers reads a quantised model whole onto each device, and DeepSpeed partitions it then.
+
+    ``items``: of the same rank; what rests of them is in the place of what is freed.
+    """
+    if setup.zero_stage != 3 or setup.method != "qlora":
+        return []
+    whole = sum(part.nbytes for part in setup.frozen) + setup.bytes_each * setup.numel
+    more = whole - size_at(items, LOADING)
+    return [Item("quantised model, whole: beyond what stays", more, (LOADING,))] if more > 0 else []
 
 
 def gradient_phases(setup: Setup) -> tuple[str, ...]:
