@@ -59,13 +59,14 @@ def test_two_hosts_train_as_two_ranks_of_one_do(bed: Testbed, here: Path) -> Non
     assert not Path("two-hosts/.seen-by-all-hosts").exists()
 
 
-FAULTS = ("--hostfile", "three", "--set", "train_batch_size=3", "--set", "max_steps=100000")
+FAULTS = ("--set", "train_batch_size=2", "--set", "max_steps=100000")
 
 
-@pytest.fixture
-def three(here: Path) -> Path:
-    (here / "three").write_text("node1 slots=1\nnode2 slots=1\nnode3 slots=1\n")
-    return here
+def start_on(bed: Testbed, names: str, run_dir: str, *options: str) -> subprocess.Popen[str]:
+    """A training without end on two hosts."""
+    hostfile = Path(f"{run_dir}.hosts")
+    hostfile.write_text("".join(f"{name} slots=1\n" for name in names.split()))
+    return start(bed, *FAULTS, "--hostfile", str(hostfile), "--run-dir", run_dir, *options)
 
 
 def trains(run_dir: str, beyond: int = 0) -> None:
@@ -94,21 +95,22 @@ def nothing_left(bed: Testbed, mark: str = "") -> None:
     )
 
 
-def test_a_killed_rank_an_exception_and_the_restart_between(bed: Testbed, three: Path) -> None:
-    process = start(bed, *FAULTS, "--run-dir", "run", "--max-restarts", "5", "--set", "output.save_steps=1")
+def test_a_killed_rank_an_exception_and_the_restart_between(bed: Testbed, here: Path) -> None:
+    options = ("--max-restarts", "5", "--set", "output.save_steps=1")
+    process = start_on(bed, "node1 node2", "run", *options)
     trains("run", 1)
     os.kill(pid_in("run", 1), signal.SIGKILL)
     wait_until(lambda: events("run", "restart"), "it starts again")
     reached = last_step("run")
     trains("run", reached)
     # The checkpoint cannot be written by this rank any more: an OSError, and no start again for it.
-    subprocess.run(["prlimit", "--pid", str(pid_in("run", 2)), "--fsize=1"], check=True)
+    subprocess.run(["prlimit", "--pid", str(pid_in("run", 1)), "--fsize=1"], check=True)
     code, err = finish(process)
     assert code == 3, err
     # Rank 0 complains of a closed connection at the same time: that is not what failed first.
     assert "rank 1 on node2 failed first: it was killed by signal 9 (SIGKILL" in err
-    assert "rank 2 on node3 failed first: it exited with code 3" in err
-    assert "rank 2: Error: the checkpoint could not be written to" in err
+    assert "rank 1 on node2 failed first: it exited with code 3" in err
+    assert "rank 1: Error: the checkpoint could not be written to" in err
     assert f"the last logged was step {last_step('run')} of 100000" in err
     steps = [row["step"] for row in read_rows(Path("run/metrics.jsonl"), "train")]
     assert steps.count(1) == 1  # from the checkpoint, not from the start
@@ -116,8 +118,8 @@ def test_a_killed_rank_an_exception_and_the_restart_between(bed: Testbed, three:
     nothing_left(bed)
 
 
-def test_a_rank_that_does_not_come_is_told_from_those_that_wait(bed: Testbed, three: Path) -> None:
-    process = start(bed, *FAULTS, "--run-dir", "run", "--set", "launch.ddp_timeout_s=4")
+def test_a_rank_that_does_not_come_is_told_from_those_that_wait(bed: Testbed, here: Path) -> None:
+    process = start_on(bed, "node1 node2", "run", "--set", "launch.ddp_timeout_s=4")
     trains("run")
     os.kill(pid_in("run", 1), signal.SIGSTOP)
     code, err = finish(process)
@@ -129,12 +131,20 @@ def test_a_rank_that_does_not_come_is_told_from_those_that_wait(bed: Testbed, th
     nothing_left(bed)
 
 
-def test_a_cable_is_cut_in_training(bed: Testbed, three: Path) -> None:
-    process = start(bed, *FAULTS, "--run-dir", "run", "--set", "launch.host_timeout_s=3")
-    trains("run")
+def test_a_killed_launcher_does_not_touch_another_run_whose_cable_is_then_cut(
+    bed: Testbed, here: Path
+) -> None:
+    killed = start_on(bed, "node1 node3", "killed")
+    lives = start_on(bed, "node1 node2", "lives", "--set", "launch.host_timeout_s=3")
+    trains("killed")
+    trains("lives")
+    killed.kill()
+    killed.communicate(timeout=TIMEOUT_S)
+    nothing_left(bed, "/killed/")
+    trains("lives", last_step("lives"))
     bed.cut("node2")
     try:
-        code, err = finish(process)
+        code, err = finish(lives)
         nothing_left(bed)
     finally:
         bed.plug("node2")
@@ -142,28 +152,22 @@ def test_a_cable_is_cut_in_training(bed: Testbed, three: Path) -> None:
     assert "dslaunch: host node2 was lost" in err
 
 
-def test_a_host_loses_power_in_training(bed: Testbed, three: Path) -> None:
-    process = start(bed, *FAULTS, "--run-dir", "run")
-    trains("run")
+def test_a_host_without_power_does_not_touch_another_run_which_ctrl_c_then_stops(
+    bed: Testbed, here: Path
+) -> None:
+    dies = start_on(bed, "node1 node3", "dies")
+    lives = start_on(bed, "node1 node2", "lives")
+    trains("dies")
+    trains("lives")
     bed.power_off("node3")
     try:
-        code, err = finish(process)
+        code, err = finish(dies)
     finally:
         bed.boot("node3")
         bed.wait_until_up("node3")
     assert code == 77, err
     assert "dslaunch: host node3 was lost" in err
-    nothing_left(bed)
-
-
-def test_two_trainings_side_by_side_one_killed_with_its_launcher(bed: Testbed, three: Path) -> None:
-    killed = start(bed, *FAULTS, "--run-dir", "killed")
-    lives = start(bed, *FAULTS, "--run-dir", "lives")
-    trains("killed")
-    trains("lives")
-    killed.kill()
-    killed.communicate(timeout=TIMEOUT_S)
-    nothing_left(bed, "/killed/")
+    nothing_left(bed, "/dies/")
     trains("lives", last_step("lives"))
     lives.send_signal(signal.SIGINT)
     code, err = finish(lives)

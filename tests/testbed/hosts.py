@@ -72,9 +72,10 @@ exec /usr/sbin/sshd -D -e -f /etc/ssh/sshd_config
             self.wait_until_up(name)
 
     def wait_until_up(self, name: str) -> None:
-        """Until the host lets one in."""
+        """Until its sshd says its name. A whole login takes thirty times as long."""
         deadline = time.monotonic() + 30
-        command = [*self.hub(), "ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3", name, "true"]
+        script = f"exec 3<>/dev/tcp/{self.address(name)}/22 && read -t 3 -u 3 line && [[ $line == SSH-* ]]"
+        command = [*self.hub(), "bash", "-c", script]
         while (done := try_to(*command)).returncode != 0:
             assert time.monotonic() < deadline, f"{name}: {done.stderr}\n{self.log(name)}"
             time.sleep(0.05)
