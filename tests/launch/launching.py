@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.testbed.network import Network
+
 TIMEOUT_S = 60.0
 # A rank's daemon, in a session of its own and without a parent. It is up when this is through.
 DETACH = """
@@ -115,6 +117,10 @@ class Launched:
         """The process id of the agent, once a rank has been started."""
         return parent_of(wait_until(lambda: self.events("rank_start"), "a rank is up")[0]["pid"])
 
+    def pid_of(self, rank: int) -> int:
+        """The process id, as this machine sees it, of a rank that may be elsewhere."""
+        return rank_pid(rank, f"{_MARK}={self.mark}".encode())
+
     def nothing_left(self) -> None:
         """Fails where a process of this launch still lives."""
         wait_until(lambda: not self.alive(), f"processes {self.alive()} left behind", 15.0)
@@ -133,6 +139,42 @@ def rank_pid(rank: int, mark: bytes) -> int:
                 if f"RANK={rank}".encode() in environ and mark in environ:
                     return int(entry.name)
     raise AssertionError(f"rank {rank} does not run")
+
+
+# Ranks that note that they run and then wait, and until when.
+WAIT = "touch(f'up-{rank}'); time.sleep(300)"
+
+
+def up(*ranks: int) -> None:
+    wait_until(lambda: all(Path(f"up-{rank}").exists() for rank in ranks), f"ranks {ranks} are up")
+
+
+def clear(bed: Network, within_s: float = 15.0, mark: str = "") -> None:
+    """Until no program runs on the machines, or none with ``mark`` in its command line."""
+    left: dict[str, list[str]] = {}
+
+    def is_clear() -> bool:
+        left.update({name: [p for p in bed.programs(name) if mark in p] for name in bed.names})
+        return not any(left.values())
+
+    try:
+        wait_until(is_clear, "the machines are clear", within_s)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {left}") from None
+
+
+def check_two_jobs_side_by_side(over: Callable[..., Launched]) -> None:
+    """On three machines: the end of one is not that of the other."""
+    first = over(WAIT)
+    up(0, 1, 2)
+    second = over("touch(f'second-{rank}'); time.sleep(300)", run_dir="run2")
+    wait_until(lambda: Path("second-2").exists(), "the second job is up")
+    first.process.send_signal(signal.SIGINT)
+    assert first.wait()[0] == 130
+    assert second.process.poll() is None
+    assert second.pid_of(2)
+    second.process.send_signal(signal.SIGINT)
+    assert second.wait()[0] == 130
 
 
 def python(code: str, *words: str) -> list[str]:

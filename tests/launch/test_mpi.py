@@ -19,7 +19,7 @@ from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.topology import Host, Topology
 from dslaunch.launch import mpich, openmpi, relay
 from dslaunch.launch.carried import loader_argv
-from tests.launch.launching import Launched, python, rank_pid, wait_until
+from tests.launch.launching import Launched, python, wait_until
 from tests.testbed.hosts import Testbed
 
 real = pytest.mark.needs("root", "sshd", "namespaces")
@@ -135,7 +135,7 @@ def test_argv_environment_and_places(bed: Testbed, over: Over, monkeypatch: pyte
 def test_a_killed_rank_is_named_and_ends_all(bed: Testbed, over: Over) -> None:
     launched = over(WAIT)
     launched.wait_for_files(Path(), *UP)
-    os.kill(rank_pid(2, f"DSLAUNCH_TEST_ID={launched.mark}".encode()), signal.SIGKILL)
+    os.kill(launched.pid_of(2), signal.SIGKILL)
     code, _, err = launched.wait()
     assert code == 137
     assert "rank 2 on node2 failed first: it was killed by signal 9 (SIGKILL" in err

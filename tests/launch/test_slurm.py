@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.launching import Launched, python, rank_pid, wait_until
+from tests.launch.launching import WAIT, Launched, check_two_jobs_side_by_side, clear, python, up
 from tests.testbed.slurm import SlurmBed
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.needs("root", "slurm", "namespaces")
 
 # Each rank prints its arguments and the environment that it was given.
 SHOW = "print([sys.argv[1:], dict(os.environ)], flush=True)"
-WAIT = "touch(f'up-{rank}'); time.sleep(300)"
 # Stops at a checkpoint, which takes a moment, when asked to by the signal given as a word.
 CHECKPOINT = """
 def stop(*_):
@@ -79,17 +78,9 @@ def dslaunch(*words: str) -> str:
     return shlex.join([sys.executable, "-m", "dslaunch", *words])
 
 
-def up(*ranks: int) -> None:
-    wait_until(lambda: all(Path(f"up-{rank}").exists() for rank in ranks), f"ranks {ranks} are up")
-
-
 def shown(num_ranks: int, run_dir: str = "run") -> list[tuple[list[str], dict[str, str]]]:
     """What each rank was given."""
     return [ast.literal_eval(Path(run_dir, f"logs/rank-{r}.log").read_text()) for r in range(num_ranks)]
-
-
-def pid_of(launched: Launched, rank: int) -> int:
-    return rank_pid(rank, f"DSLAUNCH_TEST_ID={launched.mark}".encode())
 
 
 def test_unequal_gpus_and_words_of_every_kind(jobs: SlurmBed) -> None:
@@ -179,7 +170,7 @@ def test_filters_choose_nodes_and_devices(jobs: SlurmBed) -> None:
 def test_a_killed_rank_is_named_and_ends_all(over: Over) -> None:
     launched = over(WAIT)
     up(0, 1, 2)
-    os.kill(pid_of(launched, 1), signal.SIGKILL)
+    os.kill(launched.pid_of(1), signal.SIGKILL)
     code, _, err = launched.wait()
     assert code == 137
     assert "rank 1 on n2 failed first: it was killed by signal 9 (SIGKILL" in err
@@ -218,20 +209,11 @@ def test_a_killed_launcher_leaves_nothing(bed: SlurmBed, over: Over) -> None:
     assert all(bed.programs(name) for name in bed.names)
     launched.process.kill()
     launched.process.wait()
-    wait_until(lambda: not any(bed.programs(name) for name in bed.names), "the nodes are clear", 30.0)
+    clear(bed, 30.0)
 
 
 def test_two_jobs_side_by_side(over: Over) -> None:
-    first = over(WAIT)
-    up(0, 1, 2)
-    second = over("touch(f'second-{rank}'); time.sleep(300)", run_dir="run2")
-    wait_until(lambda: Path("second-2").exists(), "the second job is up")
-    first.process.send_signal(signal.SIGINT)
-    assert first.wait()[0] == 130
-    assert second.process.poll() is None
-    assert pid_of(second, 2)
-    second.process.send_signal(signal.SIGINT)
-    assert second.wait()[0] == 130
+    check_two_jobs_side_by_side(over)
 
 
 @pytest.mark.parametrize(

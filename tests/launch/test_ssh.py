@@ -15,14 +15,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import DETACH, Launched, parent_of, python, rank_pid, wait_until
+from tests.launch.launching import (
+    DETACH,
+    WAIT,
+    Launched,
+    check_two_jobs_side_by_side,
+    clear,
+    parent_of,
+    python,
+    up,
+    wait_until,
+)
 from tests.testbed.hosts import Testbed
 
 pytestmark = pytest.mark.needs("root", "sshd", "namespaces")
 
 SHOW = "import json; print(json.dumps({k: v for k, v in os.environ.items()}), flush=True)"
-# Ranks that note that they run and then wait; rank 1 is on the second host.
-WAIT = "touch(f'up-{rank}'); time.sleep(300)"
 # Longer than a test waits for an end: what ends within a test was not the work of these.
 NO_HELP = tuple(
     word
@@ -71,23 +79,6 @@ def with_ssh(folder: Path, script: str) -> str:
     return f"{folder / 'bin'}:{os.environ['PATH']}"
 
 
-def up(*ranks: int) -> None:
-    wait_until(lambda: all(Path(f"up-{rank}").exists() for rank in ranks), f"ranks {ranks} are up")
-
-
-def nothing_left(bed: Testbed, within_s: float = 15.0) -> None:
-    left = {name: bed.programs(name) for name in bed.names}
-    wait_until(
-        lambda: not any(left.update({n: bed.programs(n)}) or left[n] for n in bed.names),
-        f"left on hosts: {left}",
-        within_s,
-    )
-
-
-def pid_of(launched: Launched, rank: int) -> int:
-    return rank_pid(rank, f"DSLAUNCH_TEST_ID={launched.mark}".encode())
-
-
 def test_each_rank_has_its_place_and_the_address_of_rank_0(bed: Testbed, over: Over) -> None:
     launched = over(SHOW, "--env", 'SAID=it\'s "so" $HOME %n')
     code, out, err = launched.wait()
@@ -127,7 +118,7 @@ def test_no_environment_and_no_secret_on_a_command_line(
         up(0, 1, 2)
         lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
         assert not [line for line in lines if b"s3cret-value" in line]
-        environ = Path(f"/proc/{pid_of(launched, 1)}/environ").read_bytes()
+        environ = Path(f"/proc/{launched.pid_of(1)}/environ").read_bytes()
         assert b"MY_TOKEN=s3cret-value" in environ.split(b"\0")
         launched.process.send_signal(signal.SIGTERM)
         assert launched.wait()[0] == 143
@@ -137,7 +128,7 @@ def test_no_environment_and_no_secret_on_a_command_line(
 def test_a_killed_rank_is_named_and_ends_all(bed: Testbed, over: Over) -> None:
     launched = over(WAIT, *NO_HELP)
     up(0, 1, 2)
-    os.kill(pid_of(launched, 1), signal.SIGKILL)
+    os.kill(launched.pid_of(1), signal.SIGKILL)
     code, _, err = launched.wait()
     assert code == 137
     assert "rank 1 on node2 failed first: it was killed by signal 9 (SIGKILL" in err
@@ -150,11 +141,11 @@ def test_a_killed_rank_is_named_and_ends_all(bed: Testbed, over: Over) -> None:
 def test_the_agent_on_a_host_is_killed(bed: Testbed, over: Over) -> None:
     launched = over(DETACH + WAIT)
     up(0, 1, 2)
-    os.kill(parent_of(pid_of(launched, 1)), signal.SIGKILL)
+    os.kill(parent_of(launched.pid_of(1)), signal.SIGKILL)
     code, _, err = launched.wait()
     assert code == 77
     assert "dslaunch: the connection to node2 ended: the agent was killed by signal 9; its ranks" in err
-    nothing_left(bed)
+    clear(bed)
 
 
 def test_an_exception_on_one_host(bed: Testbed, over: Over) -> None:
@@ -182,7 +173,7 @@ def test_a_launcher_that_was_put_to_sleep_says_so(bed: Testbed, over: Over) -> N
     launched = over(WAIT, "--set", "launch.host_timeout_s=3")
     up(0, 1, 2)
     launched.process.send_signal(signal.SIGSTOP)
-    nothing_left(bed)  # the agents took it for gone
+    clear(bed)  # the agents took it for gone
     launched.process.send_signal(signal.SIGCONT)
     code, _, err = launched.wait()
     assert code == 77
@@ -233,20 +224,11 @@ def test_a_killed_launcher_leaves_nothing(bed: Testbed, over: Over) -> None:
     assert all(bed.programs(name) for name in bed.names)
     launched.process.kill()
     launched.process.wait()
-    nothing_left(bed, 30.0)
+    clear(bed, 30.0)
 
 
 def test_two_jobs_side_by_side(bed: Testbed, over: Over) -> None:
-    first = over(WAIT)
-    up(0, 1, 2)
-    second = over("touch(f'second-{rank}'); time.sleep(300)", run_dir="run2")
-    wait_until(lambda: Path("second-2").exists(), "the second job is up")
-    first.process.send_signal(signal.SIGINT)
-    assert first.wait()[0] == 130
-    assert second.process.poll() is None
-    assert pid_of(second, 2)
-    second.process.send_signal(signal.SIGINT)
-    assert second.wait()[0] == 130
+    check_two_jobs_side_by_side(over)
 
 
 def test_hosts_that_cannot_be_used_are_all_named_and_nothing_starts(bed: Testbed, over: Over) -> None:

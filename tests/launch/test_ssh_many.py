@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import Launched, python, rank_pid, wait_until
+from tests.launch.launching import Launched, python, wait_until
 from tests.testbed.hosts import Testbed
 
 pytestmark = pytest.mark.needs("root", "sshd", "namespaces")
@@ -70,7 +70,7 @@ def test_a_dead_host_is_named_then_left_out_and_a_fault_ends_all(
     assert not list(tmp_path.glob("up-*"))
     with launch(bed, tmp_path, wait, "--exclude", "node4", "--resume") as launched:
         wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 12, "12 ranks are up")
-        os.kill(rank_pid(11, f"DSLAUNCH_TEST_ID={launched.mark}".encode()), signal.SIGSEGV)
+        os.kill(launched.pid_of(11), signal.SIGSEGV)
         code, _, err = launched.wait()
     assert code == 139, err
     assert "rank 11 on node8 failed first: it was killed by signal 11 (SIGSEGV" in err

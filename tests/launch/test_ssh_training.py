@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.launching import TIMEOUT_S, rank_pid, wait_until
+from tests.launch.launching import TIMEOUT_S, clear, rank_pid, wait_until
 from tests.launch.training import losses, make_run
 from tests.support.plans import read_rows
 from tests.testbed.hosts import Testbed
@@ -86,15 +86,6 @@ def pid_in(run_dir: str, rank: int) -> int:
     return rank_pid(rank, f"DSLAUNCH_RUN_DIR={Path(run_dir).resolve()}".encode())
 
 
-def nothing_left(bed: Testbed, mark: str = "") -> None:
-    """Of the launches whose command lines have ``mark`` in them."""
-    wait_until(
-        lambda: not [p for name in bed.names for p in bed.programs(name) if mark in p],
-        "hosts are clear",
-        30.0,
-    )
-
-
 def test_a_killed_rank_an_exception_and_the_restart_between(bed: Testbed, here: Path) -> None:
     options = ("--max-restarts", "5", "--set", "output.save_steps=1")
     process = start_on(bed, "node1 node2", "run", *options)
@@ -115,7 +106,7 @@ def test_a_killed_rank_an_exception_and_the_restart_between(bed: Testbed, here: 
     steps = [row["step"] for row in read_rows(Path("run/metrics.jsonl"), "train")]
     assert steps.count(1) == 1  # from the checkpoint, not from the start
     assert [event["number"] for event in events("run", "restart")] == [1]
-    nothing_left(bed)
+    clear(bed, 30.0)
 
 
 def test_a_rank_that_does_not_come_is_told_from_those_that_wait(bed: Testbed, here: Path) -> None:
@@ -128,7 +119,7 @@ def test_a_rank_that_does_not_come_is_told_from_those_that_wait(bed: Testbed, he
     assert "waited 4 s in all_reduce for a rank that did not come" in err
     assert "  where the ranks were:\n    | rank 1 on node2: its process was stopped (SIGSTOP)\n" in block
     assert events("run", "launch_end")[0]["places"][0] == "rank 1 on node2: its process was stopped (SIGSTOP)"
-    nothing_left(bed)
+    clear(bed, 30.0)
 
 
 def test_a_killed_launcher_does_not_touch_another_run_whose_cable_is_then_cut(
@@ -140,12 +131,12 @@ def test_a_killed_launcher_does_not_touch_another_run_whose_cable_is_then_cut(
     trains("lives")
     killed.kill()
     killed.communicate(timeout=TIMEOUT_S)
-    nothing_left(bed, "/killed/")
+    clear(bed, 30.0, "/killed/")
     trains("lives", last_step("lives"))
     bed.cut("node2")
     try:
         code, err = finish(lives)
-        nothing_left(bed)
+        clear(bed, 30.0)
     finally:
         bed.plug("node2")
     assert code == 77, err
@@ -167,14 +158,14 @@ def test_a_host_without_power_does_not_touch_another_run_which_ctrl_c_then_stops
         bed.wait_until_up("node3")
     assert code == 77, err
     assert "dslaunch: host node3 was lost" in err
-    nothing_left(bed, "/dies/")
+    clear(bed, 30.0, "/dies/")
     trains("lives", last_step("lives"))
     lives.send_signal(signal.SIGINT)
     code, err = finish(lives)
     assert code == 75, err
     step = events("lives", "train_stopped")[0]["step"]
     assert Path(f"lives/checkpoints/step-{step}").is_dir()
-    nothing_left(bed)
+    clear(bed, 30.0)
 
 
 def test_a_run_directory_that_hosts_do_not_share_starts_nothing(bed: Testbed, here: Path) -> None:
