@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 
+from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import AdapterPlan, ModelPlan, RunPlan, SchedulerPlan
 from dslaunch.losses.sft import token_nll
 from dslaunch.train import model as model_module
+from dslaunch.train.adapters import GradientWitness
 from dslaunch.train.checkpoint import load_checkpoint, save_checkpoint
+from dslaunch.train.dist import all_reduce_sum
 from dslaunch.train.engine import Engine
 from dslaunch.train.model import load_base_model, load_model, load_tokenizer
 from dslaunch.train.schedule import build_scheduler_factory
@@ -86,6 +89,25 @@ def first_gradients(stage: int, checkpointing: bool) -> dict[str, Any]:
         found = {name: gradient(p) for name, p in trained(engine)}
         engine.step()
     return {"gradients": found, "passes": len(passes)}
+
+
+def unused_layer(stage: int) -> dict[str, str | None]:
+    """What is said after a first step that used every adapter, and after one that left out a layer's MLP."""
+
+    def said(engine: Engine) -> str | None:
+        witness = GradientWitness(engine.module)
+        backward(engine, 0)
+        engine.step()
+        try:
+            return witness.check(lambda values: all_reduce_sum(values, engine.device))
+        except ConfigError as error:
+            return error.message
+
+    with adapter_engine(stage, "bf16", LORA) as engine:
+        found = {"all": said(engine)}
+        mlp = engine.module.get_submodule("base_model.model.model.layers.0.mlp")
+        mlp.forward = lambda hidden: hidden  # type: ignore[method-assign]
+        return {**found, "without": said(engine)}
 
 
 def moved_masters(stage: int, precision: str, kind: str) -> dict[str, Any]:
@@ -221,6 +243,7 @@ def all_cases() -> dict[str, Case]:
         key = f"resumed/{stage}/{precision}/{kind}"
         cases[key] = lambda s=stage, p=precision, k=kind: resumed(s, p, k)  # type: ignore[misc]
     for stage in (0, 1, 2, 3):
+        cases[f"unused/{stage}"] = lambda s=stage: unused_layer(s)  # type: ignore[misc]
         cases[f"rows/{stage}"] = lambda s=stage: rows_without_gradient(s)  # type: ignore[misc]
         cases[f"schedule/{stage}"] = lambda s=stage: schedule_under_overflow(s)  # type: ignore[misc]
     for name in ("untied", "llama3-rope", "gemma3"):

@@ -64,6 +64,17 @@ def test_every_layer_gets_its_gradient(ran: CaseResults, stage: int, checkpointi
         assert values == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_layer_that_the_first_step_leaves_out_ends_the_run(ran: CaseResults, stage: int) -> None:
+    for rank in range(ran.world_size):
+        said = ran.of_rank(rank, f"unused/{stage}")
+        assert said["all"] is None
+        assert (
+            "no gradient reached 6 trained parameters in the first step" in said["without"]
+        )  # A and B of three
+        assert "layers.0.mlp.down_proj.lora_A" in said["without"]
+
+
 @pytest.mark.parametrize("cell", MOVED)
 def test_what_is_trained_in_16_bit_moves_by_less_than_16_bit_can_hold(ran: CaseResults, cell: str) -> None:
     """Adapter, magnitudes and the head beside them: three steps of Adam at 1e-6, kept in fp32."""
