@@ -242,6 +242,27 @@ def test_a_pattern_that_matches_no_module_is_said_by_plan_and_check_alike(
     assert (f"run.yaml:10: error: {message} [run-file]\n" in capsys.readouterr().out) == bool(code)
 
 
+@pytest.mark.parametrize(("pattern", "code"), [("*nope*", 2), ("*lora_B*", 0)])
+def test_a_group_that_matches_no_parameter_is_said_by_plan_and_check_alike(
+    pattern: str, code: int, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "run.yaml").write_text(f"{RUN}optimizer: {{groups: [{{match: ['{pattern}'], lr: 1.0e-5}}]}}\n")
+    assert main(["plan", "run.yaml"]) == code
+    planned = capsys.readouterr()
+    assert main(["check", "run.yaml"]) == bool(code)
+    checked = capsys.readouterr().out
+    if code:
+        message = "optimizer.groups[0].match '*nope*' matches no trained parameter"
+        assert f"Error: run.yaml:10: {message}" in planned.err
+        assert f"run.yaml:10: error: {message} [run-file]\n" in checked
+    else:
+        (line,) = [
+            row for row in planned.out.splitlines() if row.startswith("optimizer.groups[0].match *lora_B*")
+        ]
+        assert "14 parameters" in line and "q_proj.lora_B.default.weight" in line
+        assert "optimizer.groups" not in checked
+
+
 def test_check_takes_patterns_on_trust_where_the_model_is_elsewhere(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

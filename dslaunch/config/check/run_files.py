@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dslaunch.config.check.any_machine import AnyMachine, assume_machine
+from dslaunch.config.check.patterns import has_patterns, pattern_problems
 from dslaunch.config.check.places import finding_of, finding_of_note
 from dslaunch.config.check.target import Target
 from dslaunch.config.facts import Facts, probe_facts
@@ -96,7 +97,20 @@ def _check_plan(
             found += _check_memory(path, loaded, facts, machine, target, load_model)
     elif target.world_size is None and not (machine.world_known and machine.devices_known):
         found += _check_here(path, loaded, facts, {finding.key for finding in (*known, *found)})
+    if load_model is not None and has_patterns(loaded.spec):
+        found += _check_patterns(path, loaded, facts, load_model)
     return found
+
+
+def _check_patterns(
+    path: str, loaded: LoadedSpec[RunSpec], facts: Facts, load_model: LoadModel
+) -> list[Finding]:
+    """A pattern of the optimizer that matches no parameter of the model, where that is on this machine."""
+    try:
+        model = load_model(loaded, facts)
+    except ConfigError:
+        return []
+    return [_finding(path, problem, loaded) for problem in pattern_problems(loaded, model)]
 
 
 def _check_modules(
