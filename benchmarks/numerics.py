@@ -1,14 +1,15 @@
 """Every update of every cell against the float64 oracle: the whole matrix that the tests cover in pairs.
 
-    python benchmarks/numerics.py [--ranks 1|2] [--only TEXT] [--cpu-adam] [--json]
+    python benchmarks/numerics.py [--ranks 1|2] [--only TEXT] [--compiled-adam cpu|fused] [--json]
 
 Precision (5) x stage (4) x accumulation (2) x clip (2) x offload (2) x optimizer (2) x straight, rolled
 back or resumed (3) x ranks (2), each a course of 17 to 19 steps with overflows, growths, hysteresis and
 minimum scale; see tests/train/engine/matrix.py. Cells that differ are printed with step and value.
 Exit code 1 where any does. About half an hour on two idle cores.
 
-With --cpu-adam the 360 cells of DeepSpeed's own CPU Adam instead: offloaded, stages 1 to 3. It is compiled
-first, for a minute or more (TORCH_EXTENSIONS_DIR says where). FusedAdam needs CUDA and is in no cell.
+With --compiled-adam the cells of AdamW run with DeepSpeed's own instead: cpu the 360 that are offloaded,
+fused the 480 that are not (FusedAdam as it is compiled for a CPU; CUDA's kernel needs a GPU). They are
+compiled first, for a minute or more (TORCH_EXTENSIONS_DIR says where).
 """
 
 from __future__ import annotations
@@ -33,13 +34,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=(1, 2), help="cells of this many ranks alone")
     parser.add_argument("--only", default="", help="cells whose name holds this text")
-    parser.add_argument("--cpu-adam", action="store_true", help="DeepSpeed's CPU Adam, offloaded")
+    parser.add_argument("--compiled-adam", choices=tuple(matrix.COMPILED), help="DeepSpeed's own Adam")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    cells = [
-        cell for cell in (matrix.cpu_adam_cells() if options.cpu_adam else matrix.all_cells())
-        if options.ranks in (None, cell.ranks) and options.only in cell.name
-    ]  # fmt: skip
+    kind = options.compiled_adam
+    every = matrix.all_cells() if kind is None else matrix.compiled_cells(kind)
+    cells = [c for c in every if options.ranks in (None, c.ranks) and options.only in c.name]
     began, wrong = time.monotonic(), {}
     for ranks in (1, 2):
         chosen = [cell for cell in cells if cell.ranks == ranks]

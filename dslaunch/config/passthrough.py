@@ -33,7 +33,7 @@ _ADVICE = ("initial-scale", "min-loss-scale")
 # What is said, or refused for scripts that are not ours, where the plan is made.
 _SAID_BEFORE = (
     "fp16-stage-0", "device", "optimizer-changes-meaning", "untested-optimizer", "muon-clipping",
-    "muon-momentum", "muon-stage-3",
+    "muon-momentum", "muon-norm", "muon-stage-3",
 )  # fmt: skip
 _OWN_KEYS = {"scheduler": "scheduler", "bfloat16": "precision: bf16", "torch_autocast": "torch_autocast"}
 # Sections that the run file decides as a whole: path in DeepSpeed's JSON -> the spec with its own keys.

@@ -247,6 +247,11 @@ def _check_muon(checker: Checker) -> None:
             " the norm of that",
             "set gradient_clipping to 0, or use dslaunch's `initialize`, which runs a Muon of its own",
         )
+    elif checker.stage:
+        message = (
+            f"at stage {checker.stage} get_global_grad_norm() is that of Muon's update, not the gradient's"
+        )
+        checker.report("muon-norm", "info", path, message)
 
 
 def _check_scheduler(checker: Checker) -> None:

@@ -150,6 +150,8 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
      "optimizer.type"),
     ("Muon in 16 bit", {"bf16": {"enabled": True}, "gradient_clipping": 0.0, "optimizer": {"type": "Muon", "params": {}}},
      "muon-momentum", "warning", "optimizer.type"),
+    ("Muon's norm", {"gradient_clipping": 0.0, "optimizer": {"type": "Muon", "params": {}}}, "muon-norm", "info",
+     "optimizer.type"),
     ("Muon clipped", {"optimizer": {"type": "Muon", "params": {}}}, "muon-clipping", "warning", "optimizer.type"),
     ("nvme without a path", zero(3, offload_param={"device": "nvme"}, **SAVES), "needs", "error",
      "zero_optimization.offload_param.device"),

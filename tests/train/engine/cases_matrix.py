@@ -160,7 +160,7 @@ def main(out_dir: Path, names: list[str]) -> None:
     """The named cells, or all of this number of ranks. For benchmarks/numerics.py."""
     from tests.train.rank_cases import run_cases
 
-    every = [*matrix.all_cells(), *matrix.cpu_adam_cells()]
+    every = [*matrix.all_cells(), *(cell for kind in matrix.COMPILED for cell in matrix.compiled_cells(kind))]
     cells = [cell for cell in every if not names or cell.name in names]
     run_cases(cases_of(cells), out_dir, RANK)
 

@@ -59,11 +59,14 @@ def all_cells() -> list[Cell]:
     return [cell for cell in cells if not (cell.offload and cell.stage == 0)]
 
 
-def cpu_adam_cells() -> list[Cell]:
-    """The offloaded cells of AdamW with DeepSpeed's own CPU Adam, which has to be compiled first."""
-    return [
-        replace(c, optimizer="DeepSpeedCPUAdam") for c in all_cells() if c.offload and c.optimizer == "AdamW"
-    ]
+# DeepSpeed's own Adams have to be compiled first, and run in no test: benchmarks/numerics.py.
+COMPILED = {"cpu": "DeepSpeedCPUAdam", "fused": "FusedAdam"}
+
+
+def compiled_cells(kind: str) -> list[Cell]:
+    """The cells of AdamW with one of :data:`COMPILED`: the CPU's runs offloaded, the fused one does not."""
+    cells = (cell for cell in all_cells() if cell.optimizer == "AdamW" and cell.offload == (kind == "cpu"))
+    return [replace(cell, optimizer=COMPILED[kind]) for cell in cells]
 
 
 def pairs_of(cell: Cell) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
