@@ -57,7 +57,8 @@ def prepare_optimizer_op(op: str, *, timeout_s: float = BUILD_TIMEOUT_S) -> None
 
 
 def optimizer_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The builder classes of the ops that the config's optimizer compiles; empty for torch's own.
+    """The builder classes of the ops that the config's optimizer compiles; empty for torch's own, and for
+    Muon, in whose place the engine puts one that needs none.
 
     Source: runtime/engine.py ``_configure_basic_optimizer`` and
     ``get_optimizer_configuration``, runtime/swap_tensor/ for NVMe (DeepSpeed 0.19.8).
@@ -68,7 +69,7 @@ def optimizer_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
     offload = str((zero.get("offload_optimizer") or {}).get("device") or "none")
     offloaded = offload in ("cpu", "nvme")
     ops = []
-    if kind in ("adam", "adamw", "muon") and not (block.get("params") or {}).get("torch_adam"):
+    if kind in ("adam", "adamw") and not (block.get("params") or {}).get("torch_adam"):
         ops.append("CPUAdamBuilder" if offloaded else "FusedAdamBuilder")
     elif kind == "lion":
         ops.append("CPULionBuilder" if offloaded else "FusedLionBuilder")

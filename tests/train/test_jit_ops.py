@@ -159,6 +159,7 @@ def test_a_stale_lock_does_not_stop_a_real_start(ops_dir: Path, tmp_path: Path) 
     ("optimizer", "offload", "ops"),
     [
         ({"type": "AdamW"}, None, ("FusedAdamBuilder",)),
+        ({"type": "Muon"}, None, ()),
         ({"type": "Adam", "params": {"torch_adam": False}}, "none", ("FusedAdamBuilder",)),
         ({"type": "AdamW"}, "cpu", ("CPUAdamBuilder",)),
         ({"type": "AdamW"}, "nvme", ("CPUAdamBuilder", "AsyncIOBuilder")),
