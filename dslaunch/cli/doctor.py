@@ -251,7 +251,7 @@ def _request(case: _Case, witness: Mapping[str, str] | None) -> ProbeRequest:
         environ["DS_ACCELERATOR"] = "cuda"
     ops = environ.get("TORCH_EXTENSIONS_DIR")
     if launch.container is not None:  # where the image, or its user's home, has them
-        ops = "~/.cache/torch_extensions"
+        ops = launch.env.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
     elif not ops:
         ops = str(torch_extensions_dir(launch.argv[0], environ, launch.cwd))
     return ProbeRequest(
@@ -261,6 +261,7 @@ def _request(case: _Case, witness: Mapping[str, str] | None) -> ProbeRequest:
         python=launch.argv[0],
         packages=COMPARED,
         environ=environ,
+        env=launch.env,
         cwd=launch.cwd,
         witness=witness,
         cache=cache_of(launch, environ),

@@ -32,14 +32,18 @@ def build_ops(launch: LaunchPlan, ops: tuple[str, ...]) -> int:
     """Start the build once on each host of ``launch``, as its ranks would be; returns the exit code.
 
     Hosts that share the cache and are of one CPU wait for each other, and find the ops built.
-    The logs stay in the cache: an error of the compiler can be read there.
+    The logs stay in the cache, for a container in the run's directory, which it sees: an error of the
+    compiler can be read there.
     """
+    from pathlib import Path
+
     from dslaunch.core.run_dir import cache_dir
     from dslaunch.core.topology import Topology
     from dslaunch.launch.supervisor import supervise
 
     now = datetime.now(timezone.utc)
-    folder = cache_dir(os.environ).absolute() / "build-ops" / f"{now:%Y%m%dT%H%M%SZ}-{os.getpid()}"
+    top = cache_dir(os.environ).absolute() if launch.container is None else Path(launch.run_dir).parent
+    folder = top / "build-ops" / f"{now:%Y%m%dT%H%M%SZ}-{os.getpid()}"
     hosts = tuple(dataclasses.replace(host, slots=host.slots[:1]) for host in launch.topology.hosts)
     plan = dataclasses.replace(
         launch,

@@ -37,7 +37,7 @@ def torch_extensions_dir(program: str, environ: Mapping[str, str], cwd: str) -> 
 def cache_of(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
     """dslaunch's cache as ranks of ``plan`` find it; ``~`` is their home, in a container."""
     if plan.container is not None:
-        return environ.get("DSLAUNCH_CACHE") or "~/.cache/dslaunch"
+        return {**environ, **plan.env}.get("DSLAUNCH_CACHE") or "~/.cache/dslaunch"
     return str(cache_dir({**environ, **plan.env}).absolute())
 
 

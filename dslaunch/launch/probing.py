@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -101,11 +101,14 @@ class Probed:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """What is asked of every host; see probe.py. ``environ`` is this machine's; ``gpus``: for srun."""
+    """What is asked of every host; see probe.py. ``environ`` is this machine's, ``env`` what ranks are
+    given everywhere; ``gpus``: for srun.
+    """
 
     python: str
     packages: Sequence[str]
     environ: Mapping[str, str]
+    env: Mapping[str, str] = field(default_factory=dict)
     cwd: str
     witness: Mapping[str, str] | None
     cache: str
@@ -236,6 +239,7 @@ def _orders(
     env = forwarded(request.environ) if request.via != "slurm" and not is_local else {}
     if request.within:
         env = without_the_images_own(forwarded(request.environ))
+    env = {**env, **request.env}
     others = [host.name for host in hosts if host is not hosts[node_rank]][:_PEERS]
     meet = {"peers": others, "addr": request.master_addr, "port": request.master_port}
     return {

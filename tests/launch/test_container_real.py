@@ -12,8 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from dslaunch.core.packages import COMPARED
 from tests.launch.launching import Launched, python, wait_until
 from tests.testbed.containers import Container
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256,
+}  # fmt: skip
 
 HOSTILE = ["a b", "", "$HOME", "it's", "100%n", "two\nlines", "-x", '{"k": "v"}']
 SHOW = "import json; print(json.dumps([sys.argv[1:], dict(os.environ), sys.executable, os.getcwd()]))"
@@ -99,4 +105,42 @@ def test_doctor_looks_inside(box: Container, folder: Path) -> None:
     found = {f["code"]: f["message"] for f in report["findings"] if f["severity"] == "error"}
     assert found["packages"] == "torch, deepspeed are not installed"
     assert "run-dir" not in found
+    assert programs_in(box) == []
+
+
+def test_ops_are_built_inside(box: Container, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the Python that the run file names, where it says, with logs that can be read here.
+
+    That Python has what doctor asks for, and writes what it is given: a real build takes minutes.
+    """
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    has = {
+        "version": "3.11.2",
+        "packages": dict.fromkeys(COMPARED, "1"),
+        "torch_cuda": None,
+        "has_headers": True,
+    }
+    python = folder / "python"
+    python.write_text(
+        f"#!/bin/sh\n[ $1 = -c ] && echo '{json.dumps(has)}' || echo $* in $TORCH_EXTENSIONS_DIR\n"
+    )
+    python.chmod(0o755)
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps(MODEL))
+    (folder / "train.jsonl").write_text('{"text": "x"}\n')
+    run = {
+        "model": "model", "data": {"train": "train.jsonl"}, "train_batch_size": 1, "cluster": {"gpu": "cpu"},
+        "launch": {"python": str(python), "env": {"TORCH_EXTENSIONS_DIR": "/ops"}},
+    }  # fmt: skip
+    (folder / "run.yaml").write_text(json.dumps(run))
+    argv = ["doctor", "run.yaml", "--container", f"{box.runtime}:box", "--build-ops"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dslaunch", *argv], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ops        /ops\n" in done.stdout
+    logs = Path(done.stderr.rpartition("logs in ")[2].strip())
+    assert logs.parents[1] == folder / "runs"  # the container sees it; our cache it does not
+    said = "-m dslaunch.train.build_ops in /ops\n"
+    assert (logs / "logs/rank-0.log").read_text() == said
     assert programs_in(box) == []

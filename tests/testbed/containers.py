@@ -84,6 +84,8 @@ class Container:
     def _make_root(self) -> None:
         for name in ("usr", "etc", "tmp", "proc", "sys", "dev", "run", "root"):
             (self.root / name).mkdir(parents=True)
+        (self.root / "etc/alternatives").mkdir()
+        (self.root / "etc/alternatives/c++").symlink_to("/usr/bin/g++")
         for name in ("bin", "lib", "lib64", "sbin"):
             (self.root / name).symlink_to(f"usr/{name}")
 
