@@ -51,11 +51,15 @@ def show(plan: RecordedPlan, launch: LaunchPlan, *, as_json: bool) -> None:
 
 def _starter(launch: LaunchPlan, host: Host, orders: dict[str, Any], environ: Mapping[str, str]) -> Command:
     """What starts the host's agent, by the way to it; what goes to its stdin is the orders."""
+    from dslaunch.launch import pdsh
     from dslaunch.launch.container import enter_words
     from dslaunch.launch.orders import way_to
     from dslaunch.launch.startup import LAUNCHERS
 
-    command = LAUNCHERS[way_to(launch, host)](host, orders, environ, enter_words(launch))
+    way = way_to(launch, host)
+    command = LAUNCHERS[way](host, orders, environ, enter_words(launch))
+    if way == "pdsh":
+        command = pdsh.command_of_pdsh(command)
     return dataclasses.replace(command, stdin=None)
 
 

@@ -55,6 +55,12 @@ def build_agent_command(
     )
 
 
+def command_of_pdsh(bridging: Command) -> Command:
+    """For a reader: the pdsh that the bridge of :func:`build_agent_command` starts."""
+    request = json.loads((bridging.stdin or b"").partition(b"\n")[0])
+    return Command(argv=tuple(request["command"]), env=bridging.env)
+
+
 def check_hosts(topology: Topology, environ: Mapping[str, str]) -> None:
     """Raises EnvironmentNotReady where there is no pdsh, ConfigError for a host that it has no word for."""
     mpi.find_program(

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from dslaunch.cli.main import main
 from tests.cli.launching import HELLO, dslaunch, record
 
 
@@ -42,6 +45,52 @@ def test_dry_run_shows_the_object_and_writes_nothing(tmp_path: Path) -> None:
     assert [rank["env"]["RANK"] for rank in value["hosts"][0]["ranks"]] == ["0", "1"]
     assert "s3cret" not in shown.stdout + shown.stderr + as_json.stdout + as_json.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("via", "words"),
+    [
+        ("ssh", ["ssh", "-T", "-o", "BatchMode=yes"]),
+        ("openmpi", ["mpirun", "-np", "1", "--bind-to", "none", "--host", "a.invalid", "/bin/sh", "-c"]),
+        ("mpich", ["mpiexec.hydra", "-genvnone"]),
+        ("pdsh", ["pdsh", "-S", "-N", "-f", "1", "-t", "15", "-w", "a.invalid"]),
+    ],
+)
+def test_a_dry_run_shows_what_starts_each_agent(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    via: str,
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("ssh", "mpirun", "mpiexec.hydra", "pdsh"):
+        (tmp_path / name).write_text("#!/bin/sh\necho run >> ran\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    Path("hosts").write_text("a.invalid slots=1\nb.invalid slots=1\n")
+    options = ["launch", "--hostfile", "hosts", "--gpu", "cpu", "--via", via, "--dry-run"]
+    assert main([*options, "--json", "--", "true"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["commands"]
+    assert first["argv"][: len(words)] == words
+    assert (first["host"], second["host"]) == ("a.invalid", "b.invalid")
+    assert "b.invalid" in second["argv"]
+    assert main([*options, "--", "true"]) == 0
+    assert f" {' '.join(words)} " in capsys.readouterr().out
+    assert not Path("ran").exists()
+
+
+def test_a_dry_run_of_many_hosts_takes_no_open_files(tmp_path: Path) -> None:
+    """The launch that it tells of would."""
+    (tmp_path / "hosts").write_text("".join(f"node{i} slots=1\n" for i in range(200)))
+    words = [sys.executable, "-m", "dslaunch", "launch", "--hostfile", "hosts", "--gpu", "cpu"]
+    limited = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *words]
+    dry = subprocess.run([*limited, "--dry-run", "--", "true"], cwd=tmp_path, capture_output=True, text=True)
+    assert dry.returncode == 0, dry.stderr
+    assert "note: 200 hosts take 728 open files here, and the limit is 256\n" in dry.stderr
+    real = subprocess.run([*limited, "--", "true"], cwd=tmp_path, capture_output=True, text=True)
+    assert real.returncode == 3
+    assert "200 hosts take 728 open files here, and the limit is 256; nothing was started" in real.stderr
 
 
 def test_a_secret_reaches_the_rank_and_no_file(tmp_path: Path) -> None:
