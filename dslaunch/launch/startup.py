@@ -317,7 +317,8 @@ class Startup:
             return None
         hosts = list(self._unusable)
         hints = {hint for _, hint in self._unusable.values()}
-        hint = (hints.pop() if len(hints) == 1 else None) or self._without(hosts)
+        cure = hints.pop() if len(hints) == 1 else None
+        hint = "; or ".join(filter(None, (cure, self._without(hosts)))) or None
         lines = [f"{host}: {why}" for host, (why, _) in self._unusable.items()]
         if len(hosts) == 1:
             return HostsUnusable(f"host {lines[0]}; nothing was started", hosts, hint=hint)

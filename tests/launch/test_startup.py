@@ -136,6 +136,30 @@ def test_it_is_said_which_hosts_are_waited_for(start: Supervise, monkeypatch: py
     assert start(3, {"node2.invalid": "sleep 2"}) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("bad", "hints", "hint"),
+    [
+        ("b", ["mend it"], "mend it; or leave out what cannot be used: --exclude b"),
+        ("bc", ["mend it", "mend that"], "leave out what cannot be used: --exclude b@c"),
+        ("b", [None], "leave out what cannot be used: --exclude b"),
+        ("abc", ["mend it"] * 3, "mend it"),
+        ("abc", [None] * 3, None),
+    ],
+)
+def test_bad_hosts_are_named_with_an_exclude(bad: str, hints: list[str | None], hint: str | None) -> None:
+    hosts = tuple(Host(name=name, slots=("0",)) for name in "abc")
+    plan = LaunchPlan(argv=("x",), topology=Topology(hosts=hosts), run_dir="/r", cwd="/", via="ssh")
+    state = startup.Startup(plan)
+    for name, cure in zip(bad, hints, strict=True):
+        link = AgentLink(hosts["abc".index(name)], Command(argv=("true",)))
+        state._node_ranks[link] = "abc".index(name)
+        state.note_unusable(link, "broken", cure)
+        link.close(10.0)
+    refusal = state.refusal()
+    assert refusal is not None
+    assert (refusal.hosts, refusal.hint) == (tuple(bad), hint)
+
+
 def in_limits(soft: int, hard: int, num_hosts: int) -> str:
     """What a process with these limits of open files has after :func:`allow_open_files`, or what it says."""
     code = (
