@@ -71,7 +71,10 @@ def _device_verdict(plan: MemoryPlan) -> str:
         return f"needs {total} on each device; its size is not known"
     capacity = gib(plan.capacity_bytes).strip()
     if plan.device_fits is None:
-        return f"needs {total} of {capacity} on each device, without what {', '.join(plan.uncounted)} changes"
+        changing, saved = ", ".join(plan.uncounted), ", ".join(plan.overcounted)
+        if changing:
+            return f"needs {total} of {capacity} on each device, without what {changing} changes"
+        return f"needs up to {total} of {capacity} on each device; what {saved} saves is not counted"
     if plan.device_fits:
         return f"fits: {total} of {capacity} on each device"
     return f"does not fit: {total} of {capacity} on each device; at {plan.phase}, {plan.binds} is the largest"
@@ -84,6 +87,8 @@ def _host_verdict(plan: MemoryPlan) -> str:
     capacity = gib(plan.host_capacity_bytes).strip()
     if plan.host_fits:
         return f"fits: {total} of {capacity} RAM on each host"
+    if plan.host_fits is None:
+        return f"needs up to {total} of {capacity} RAM on each host, without what is saved as above"
     if plan.trains:
         return f"trains, but cannot be resumed there: {total} of {capacity} RAM on each host when resuming"
     return (

@@ -17,6 +17,8 @@ from dslaunch.config.check import Target, check_value
 from dslaunch.config.nested import Path, holds, leaves
 from dslaunch.config.rendered import place_of
 from dslaunch.config.report import Report
+from dslaunch.config.schema import find_key
+from dslaunch.config.schema.optimizers import find_optimizer
 from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import Fp16Spec
 from dslaunch.config.spec_optimizer import OptimizerParamsSpec, OptimizerSpec
@@ -36,12 +38,11 @@ _SAID_BEFORE = (
     "muon-momentum", "muon-norm", "muon-stage-3",
 )  # fmt: skip
 _OWN_KEYS = {"scheduler": "scheduler", "bfloat16": "precision: bf16", "torch_autocast": "torch_autocast"}
-# Sections that the run file decides as a whole: path in DeepSpeed's JSON -> the spec with its own keys.
-_DECIDED: dict[Path, tuple[str, type[BaseModel] | None]] = {
-    ("fp16",): ("fp16", Fp16Spec),
-    ("bf16",): ("precision", None),
-    ("optimizer", "params"): ("optimizer.params", OptimizerParamsSpec),
-    ("optimizer",): ("optimizer", OptimizerSpec),
+# Sections of DeepSpeed's JSON that share keys with one of the run file, where alone these may be set.
+_SHARED: dict[Path, type[BaseModel]] = {
+    ("fp16",): Fp16Spec,
+    ("optimizer", "params"): OptimizerParamsSpec,
+    ("optimizer",): OptimizerSpec,
 }
 
 
@@ -99,6 +100,31 @@ def check_additions(
         if (finding.code, finding.message) not in known:
             advice = "write the value itself" if finding.code == "auto" else finding.hint
             places.fail(tuple(finding.key.split(".")) if finding.key else (), finding.message, advice)
+
+
+# What takes fp32 away from what the worker keeps in it (docs/precision.md), and the value that does.
+_LESS_THAN_FP32: dict[Path, bool] = {
+    ("bf16", "bf16_master_weights_and_grads"): True,
+    ("bf16", "bf16_optimizer_states"): True,
+    ("fp16", "fp16_master_weights_and_grads"): True,
+    ("optimizer", "params", "fp32_optimizer_states"): False,
+}
+
+
+def check_for_worker(config: Mapping[str, Any], report: Report) -> None:
+    """Record what a script of one's own may do, and our worker promises not to."""
+    written = dict(leaves(config))
+    for path, taken in _LESS_THAN_FP32.items():
+        if path in written and bool(written[path]) is taken:
+            name = key_text(path)
+            raw = holds(report.loaded.spec.deepspeed, path)
+            report.fail(
+                key_text(("deepspeed", *path)) if raw else "deepspeed_template",
+                f"{'deepspeed.' if raw else ''}{name}: dslaunch's worker keeps master weights and optimizer"
+                " states in fp32, and writes checkpoints and exports from these",
+                "remove it (gen-config writes it for a script of your own); optimizer.type AdamW8bit,"
+                " offload_optimizer or a higher stage save memory, too",
+            )
 
 
 def _find_faults(config: dict[str, Any], target: Target) -> list[Finding]:
@@ -169,8 +195,11 @@ class _Rules:
                 source = f"{owner} ({place})" if place else self.source
                 planned = f"{self.planned[path]!r} of {source}" if path in self.planned else source
                 self.fail(path, f"{value!r} contradicts {planned}", self.set_it(owner))
-            elif section := next((part for part in _DECIDED if path[: len(part)] == part), None):
-                self.decided(path, section)
+            elif path[0] == "optimizer" and ("optimizer", "type") not in self.planned:
+                message = "dslaunch's worker makes the optimizer itself, and DeepSpeed reads no such section"
+                self.fail(path[:1], message, self.set_it("optimizer"))
+            elif section := next((part for part in _SHARED if path[: len(part)] == part), None):
+                self.shared(path, section)
 
     def set_it(self, key: str) -> str:
         if self.with_run_file:
@@ -189,15 +218,22 @@ class _Rules:
         }
         return renamed.get(path, ".".join(path))
 
-    def decided(self, path: Path, section: Path) -> None:
-        """A further key of a section that is wholly the run file's."""
-        owner, spec = _DECIDED[section]
-        near = _nearest(path[len(section)], spec.model_fields) if spec and len(path) > len(section) else None
+    def shared(self, path: Path, section: Path) -> None:
+        """A further key of a section in which the run file has keys of its own: these, or one misspelt."""
+        if len(path) == len(section):
+            return
+        name, key = path[len(section)], key_text(path[: len(section) + 1])
+        known = find_key(key) is not None or (section[-1] == "params" and name in self.arguments())
+        near = name if name in _SHARED[section].model_fields else None
+        if near is None and not known:
+            near = _nearest(name, _SHARED[section].model_fields)
         if near:
-            hint = self.set_it(f"{owner}.{near}")
-        else:
-            hint = f"remove it; {owner} takes {', '.join(spec.model_fields)}" if spec else "remove it"
-        self.fail(path, f"{'.'.join(section)} is decided by {self.source}", hint)
+            owner = ".".join((*section, near))
+            self.fail(path, f"{'.'.join(section)} is decided by {self.source}", self.set_it(owner))
+
+    def arguments(self) -> frozenset[str]:
+        found = find_optimizer(self.planned["optimizer", "type"])
+        return found.params if found else frozenset()
 
     def data_type(self, path: Path, value: Any) -> None:
         """A type besides the model's: fp32 to sum gradients in is the only one."""

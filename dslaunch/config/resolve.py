@@ -72,6 +72,10 @@ def resolve_into(
     ds_config = {}
     if engine is not None and loaded.spec.engine == "deepspeed":
         ds_config = render_ds_config(engine[0], report, facts, engine[1].devices)
+        if loaded.spec.deepspeed or loaded.spec.deepspeed_template:
+            from dslaunch.config.passthrough import check_for_worker
+
+            check_for_worker(ds_config, report)
     if engine is None or report.problems:
         return None
     noise = loaded.spec.neftune_noise_alpha

@@ -222,7 +222,7 @@ def _plan(setup: Setup, capacity: float | None, host: float | None) -> MemoryPla
     """By what is counted alone; _reason says what is not."""
     from dslaunch.config.memory.planner import plan_memory
 
-    counted = dataclasses.replace(setup.zero, uncounted=())
+    counted = dataclasses.replace(setup.zero, uncounted=(), overcounted=())
     return plan_memory(dataclasses.replace(setup, zero=counted), capacity, host_gib=host)
 
 
@@ -247,6 +247,8 @@ def _reason(tried: list[_Tried[S]]) -> str:
     setup, said = tried[-1].setup, f"{tried[-1]} fits: {_need(tried[-1].plan)}"
     if setup.zero_stage == 3 and setup.zero.uncounted:
         said += f" without what {', '.join(setup.zero.uncounted)} changes, which is not counted"
+    if setup.zero.overcounted:
+        said += f" (what {', '.join(setup.zero.overcounted)} saves is not counted)"
     return said if len(tried) == 1 else f"{said}; {tried[-2]} would take {_excess(tried[-2].plan)}"
 
 

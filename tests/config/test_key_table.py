@@ -15,7 +15,7 @@ from dslaunch.config.schema import (
     nearest_keys,
     section_keys,
 )
-from dslaunch.config.schema.optimizers import GONE_OPTIMIZERS, NEEDED, OPTIMIZERS, SCHEDULES
+from dslaunch.config.schema.optimizers import GONE_OPTIMIZERS, NEEDED, OPTIMIZERS, SCHEDULES, VARIANTS
 from dslaunch.config.zero import ACTING_STAGES
 
 
@@ -115,6 +115,15 @@ def test_optimizers_have_the_arguments_of_the_table() -> None:
     }
     for name, params in expected.items():
         assert OPTIMIZERS[name].params == params, name
+    classes = {
+        "Adam": {"torch": torch.optim.AdamW, "cpu": DeepSpeedCPUAdam, "fused": FusedAdam},
+        "Adagrad": {"torch": torch.optim.Adagrad, "cpu": DeepSpeedCPUAdagrad},
+        "Lion": {"cpu": DeepSpeedCPULion, "fused": FusedLion},
+    }
+    for name, variants in classes.items():
+        more = popped if name == "Adam" else set()
+        assert VARIANTS[name] == {key: arguments(cls) | more for key, cls in variants.items()}, name
+    assert VARIANTS["AdamW"] == VARIANTS["Adam"]
 
 
 def test_the_optimizers_of_torch_are_all_there() -> None:

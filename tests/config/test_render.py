@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dslaunch.config import render
+from dslaunch.config.nested import leaves
 from dslaunch.config.zero import ACTING_STAGES
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.plan import RunPlan, from_json, to_json
@@ -182,13 +184,26 @@ def test_overrides_cannot_contradict_the_run_file(written: str, message: str, hi
         ("sequence_parallel_size: 3", "does not divide the world size 1", None),
         (
             "optimizer: {params: {foo: 1}}",
-            "optimizer.params.foo: optimizer.params is decided by the run file",
-            "remove it; optimizer.params takes betas, eps",
+            "optimizer.params.foo: is no argument of AdamW, which stops at start",
+            "arguments: adam_w_mode, amsgrad, betas",
         ),
         ("optimizer: {params: {momentum: 0.9}}", "params.momentum: ", "set optimizer.params.momentum in"),
-        ("optimizer: {legacy_fusion: true}", "optimizer.legacy_fusion: optimizer is decided", None),
+        ("optimizer: {params: {beta: [0.9, 0.99]}}", "params.beta: ", "set optimizer.params.betas in"),
+        ("optimizer: {params: {set_grad_none: true}}", "is no argument of torch's AdamW", "without"),
+        ("optimizer: {lr: 1}", "optimizer.lr: optimizer is decided by", "set optimizer.lr in the run file"),
+        (
+            "optimizer: {legacy_fusion: true}",
+            "optimizer.legacy_fusion: acts in fp16 at stage 0 only",
+            "remove it",
+        ),
+        ("fp16: {auto_cast: true}", "fp16 is off, so auto_cast do nothing", "remove"),
         ("fp16: {loss_scale: 128}", "fp16.loss_scale: fp16 is decided", "set fp16.loss_scale in the"),
-        ("bf16: {immediate_grad_update: true}", "bf16.immediate_grad_update: bf16 is decided", None),
+        (
+            "bf16: {immediate_grad_update: true}",
+            "bf16.immediate_grad_update: acts at stage 1 with",
+            "remove it",
+        ),
+        ("bf16: {loss_scale: 1}", "bf16.loss_scale: is no key of bf16; DeepSpeed refuses", None),
         (
             "torch_autocast: {enabled: true, dtype: bfloat16}",
             "torch_autocast: dslaunch has its own",
@@ -224,6 +239,53 @@ def test_known_keys_of_the_right_type_pass() -> None:
     )
     config = engine_of(f"{SMALL}zero_optimization: {{stage: 3}}\ndeepspeed: {text}\n")[1]
     assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "ratio": 1}
+
+
+@pytest.mark.parametrize(
+    ("written", "raw", "device"),
+    [
+        ("stage: 1", "bf16: {immediate_grad_update: true}", "a100"),
+        ("stage: 2, offload_optimizer: cpu", "bf16: {bf16_master_weights_and_grads: true}", "a100"),
+        ("stage: 2", "bf16: {bf16_master_weights_and_grads: true, bf16_optimizer_states: true}", "a100"),
+        ("stage: 2", "bf16: {check_grad_overflow: true}", "a100"),
+        ("stage: 2", "fp16: {auto_cast: true}", "v100"),
+        ("stage: 2", "optimizer: {params: {bias_correction: false}}", "a100"),
+        ("stage: 2", "optimizer: {params: {torch_adam: true, amsgrad: true}}", "cpu"),
+    ],
+)
+def test_what_the_run_file_has_no_key_for_is_merged(written: str, raw: str, device: str) -> None:
+    text = f"{SMALL}gradient_accumulation_steps: 2\nzero_optimization: {{{written}}}\ndeepspeed: {{{raw}}}\n"
+    facts: dict[str, Any] = {} if device == "cpu" else {"inventory": gpus(device)}
+    config = engine_of(text, **facts)[1]
+    for path, value in leaves(yaml.safe_load(raw)):
+        at: Any = config
+        for part in path:
+            at = at[part]
+        assert at == value
+
+
+@pytest.mark.parametrize(
+    ("stage", "raw"),
+    [
+        ("stage: 2", "bf16: {bf16_master_weights_and_grads: true, bf16_optimizer_states: true}"),
+        ("stage: 2, offload_optimizer: cpu", "bf16: {bf16_master_weights_and_grads: true}"),
+        ("stage: 2, offload_optimizer: cpu", "optimizer: {params: {fp32_optimizer_states: false}}"),
+    ],
+)
+def test_the_worker_keeps_its_masters_and_states_in_fp32(stage: str, raw: str) -> None:
+    text = f"{SMALL}precision: bf16\nzero_optimization: {{{stage}}}\ndeepspeed: {{{raw}}}\n"
+    engine_of(text, inventory=gpus("a100"))  # gen-config writes it
+    with pytest.raises(ConfigErrors) as caught:
+        plan_of(text, inventory=gpus("a100"))
+    for problem in caught.value.problems:
+        assert problem.message.startswith("run.yaml:") and ": deepspeed." in problem.message
+        assert "dslaunch's worker keeps master weights and optimizer states in fp32" in problem.message
+
+
+def test_the_workers_own_optimizer_reads_no_section() -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        engine_of(f"{SMALL}optimizer: {{type: AdEMAMix}}\ndeepspeed: {{optimizer: {{params: {{eps: 1}}}}}}\n")
+    assert "dslaunch's worker makes the optimizer itself" in caught.value.problems[0].message
 
 
 def test_what_is_only_usual_may_be_overridden() -> None:

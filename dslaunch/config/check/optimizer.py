@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dslaunch.config.check.context import FILLED, PARENT, Checker
+from dslaunch.config.check.optimizer_variant import check_variant
 from dslaunch.config.check.values import to_number
 from dslaunch.config.schema.optimizers import (
     GONE_OPTIMIZERS,
@@ -37,7 +38,9 @@ def check_optimizer(checker: Checker) -> None:
     found = _check_type(checker)
     if found is not None:
         _check_params(checker, "optimizer", found.name, found.params)
+        check_variant(checker, found.name)
         _check_fit(checker, found)
+    _check_legacy_fusion(checker)
     _check_scheduler(checker)
     _check_rates(checker)
 
@@ -214,6 +217,13 @@ def _check_fit(checker: Checker, found: Optimizer) -> None:
     elif offload and found.from_torch and checker.stage:
         message = f"{found.name} from torch runs on the CPU with offload_optimizer"
         checker.report("slow", "info", path, message)
+
+
+def _check_legacy_fusion(checker: Checker) -> None:
+    path = ("optimizer", "legacy_fusion")
+    if checker.on(*path) and (checker.stage or checker.precision not in (None, "fp16")):
+        message = "acts in fp16 at stage 0 only"
+        checker.report_to_remove("ignored-at-stage", "warning", path, message, "remove it")
 
 
 def _check_muon(checker: Checker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dslaunch.config.check.context import Checker
+from dslaunch.config.check.master_weights import check_master_weights
 from dslaunch.core.finding import Edit
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def check_precision(checker: Checker) -> None:
         hint = "turn bf16 on where the GPUs have it (A100 and newer), else fp16"
         checker.report("fp32", "info", (), "neither bf16 nor fp16 is on: everything is fp32", hint)
     _check_bf16(checker)
+    check_master_weights(checker)
     _check_autocast(checker)
     _check_data_types(checker)
     for device in checker.target.devices or ():
@@ -153,38 +155,6 @@ def _check_bf16(checker: Checker) -> None:
             (section, "enabled"),
             "bf16 at ZeRO stage 0: DeepSpeed 0.19.8 takes an optimizer step on zero gradients at start",
             "use zero_optimization.stage 1: the same mathematics, without it",
-        )
-    for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        if checker.on(section, name) and stage == 0:
-            checker.report("stage", "error", (section, name), "needs ZeRO stage 1, 2 or 3", "set the stage")
-    masters = checker.on(section, "bf16_master_weights_and_grads")
-    if checker.on(section, "bf16_optimizer_states") and not masters:
-        checker.report(
-            "needs",
-            "error",
-            (section, "bf16_optimizer_states"),
-            "needs bf16_master_weights_and_grads as well",
-            "turn both on",
-        )
-    if masters and stage and checker.offload("offload_optimizer") == "none":
-        checker.report(
-            "needs",
-            "error",
-            (section, "bf16_master_weights_and_grads"),
-            "needs zero_optimization.offload_optimizer to the CPU",
-            'add "offload_optimizer": {"device": "cpu"}',
-        )
-    if checker.on("fp16", "fp16_master_weights_and_grads") and stage == 0:
-        path = ("fp16", "fp16_master_weights_and_grads")
-        checker.report("stage", "error", path, "needs ZeRO stage 1, 2 or 3", "set the stage")
-    eps = checker.get("optimizer", "params", "eps")
-    if checker.on("fp16", "fp16_master_weights_and_grads") and (1e-8 if eps is None else eps) < 6e-8:
-        checker.report(
-            "risky",
-            "warning",
-            ("fp16", "fp16_master_weights_and_grads"),
-            "optimizer.params.eps below 6e-8 is 0 in fp16, so Adam divides by 0 where a gradient is 0",
-            "set optimizer.params.eps to 1e-6",
         )
     if checker.get(section, "check_grad_overflow") is False and checker.precision == "bf16":
         checker.report(

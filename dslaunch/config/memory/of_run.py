@@ -22,6 +22,7 @@ from dslaunch.config.memory.setup import (
 )
 from dslaunch.config.memory.tensors import ModelFacts
 from dslaunch.config.memory.wide import with_fp32_modules
+from dslaunch.config.nested import leaves
 from dslaunch.config.quantization import assumed_quantization
 from dslaunch.config.spec import AdapterSpec, RunSpec
 from dslaunch.core.plan import (
@@ -46,6 +47,14 @@ ATTENTION: dict[PlannedAttention, Attention] = {
 
 
 _QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+# Keys of the config that make less of what is planned, and the value that does.
+_SAVING = {
+    ("bf16", "bf16_master_weights_and_grads"): True,
+    ("bf16", "bf16_optimizer_states"): True,
+    ("bf16", "immediate_grad_update"): True,
+    ("fp16", "fp16_master_weights_and_grads"): True,
+    ("optimizer", "params", "fp32_optimizer_states"): False,
+}
 _NVME_SIZES = {"buffer_size": "param_buffer_size", "max_in_cpu": "max_in_cpu"}
 
 
@@ -179,7 +188,10 @@ def _worker_setup(
         lora_r=adapter.r if adapter else 0,
         lora_dropout=adapter.lora_dropout if adapter else 0.0,
         optimizer=cost_of(
-            optimizer.type, optimizer.params, device_type, ours=optimizer.made_by == "dslaunch"
+            optimizer.type,
+            {**optimizer.params, **((config.get("optimizer") or {}).get("params") or {})},
+            device_type,
+            ours=optimizer.made_by == "dslaunch",
         ),
         device_type=device_type,
         loss="dslaunch",
@@ -255,6 +267,10 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
     if (ratio := (block.get("offload_optimizer") or {}).get("ratio")) is not None:
         given["optimizer_ratio"] = float(ratio)
     given["uncounted"] = tuple(key for key in _QUANTISED if block.get(key))
+    written = dict(leaves(config))
+    given["overcounted"] = tuple(
+        ".".join(path) for path, value in _SAVING.items() if path in written and bool(written[path]) is value
+    )
     if (ranks := block.get("zero_hpz_partition_size")) is not None:
         given["hpz_partition_size"] = int(ranks)
     param = block.get("offload_param") or {}
@@ -298,5 +314,6 @@ def cost_of(kind: str, params: Mapping[str, Any], device_type: str, *, ours: boo
         return OptimizerCost(temporary=20 if on_cpu else 0, eight_bit=True)
     if params.get("torch_adam") or ours:
         # One flat tensor on a CPU: two temporaries of its size; on a GPU the foreach kernels need one.
-        return OptimizerCost(state=8, temporary=8 if on_cpu else 4)
+        state = 12 if params.get("amsgrad") else 8
+        return OptimizerCost(state=state, temporary=8 if on_cpu else 4)
     return OptimizerCost(state=8, temporary=0, fused=True)

@@ -38,6 +38,7 @@ class MemoryPlan:
     capacity_bytes: int | None
     host_capacity_bytes: int | None = None
     on_cpu: bool = False
+    overcounted: tuple[str, ...] = ()  # keys that save what is in here all the same
     uncounted: tuple[str, ...] = ()  # keys that take memory which is not in here: what seems to fit may not
 
     @property
@@ -59,20 +60,26 @@ class MemoryPlan:
 
     @property
     def device_fits(self) -> bool | None:
-        if self.capacity_bytes is None or (self.uncounted and self.total_bytes <= self.capacity_bytes):
+        if self.capacity_bytes is None:
             return None
-        return self.total_bytes <= self.capacity_bytes
+        fits = self.total_bytes <= self.capacity_bytes
+        return None if (self.uncounted if fits else self.overcounted) else fits
 
     @property
     def host_fits(self) -> bool | None:
-        return None if self.host_capacity_bytes is None else self.host_peak_bytes <= self.host_capacity_bytes
+        if self.host_capacity_bytes is None:
+            return None
+        fits = self.host_peak_bytes <= self.host_capacity_bytes
+        return None if self.overcounted and not fits else fits
 
     @property
     def fits(self) -> bool | None:
         """Whether device and host can hold it. An unknown host does not make what fits a device unknown."""
         if self.device_fits is False or self.host_fits is False:
             return False
-        return self.host_fits if self.on_cpu else self.device_fits
+        if self.on_cpu or (self.host_capacity_bytes is not None and self.host_fits is None):
+            return self.host_fits
+        return self.device_fits
 
     @property
     def trains(self) -> bool | None:
@@ -158,6 +165,7 @@ def plan_memory(
         capacity_bytes=None if capacity_gib is None else int(capacity_gib * GIB),
         host_capacity_bytes=None if host_gib is None else int(host_gib * GIB),
         on_cpu=setup.device_type == "cpu",
+        overcounted=setup.zero.overcounted,
         uncounted=setup.zero.uncounted if setup.zero_stage == 3 else (),
     )
 

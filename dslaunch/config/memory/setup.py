@@ -37,6 +37,7 @@ class ZeroOptions:
     param_buffer_size: int = 100_000_000
     max_in_cpu: int = 1_000_000_000  # nvme: parameters that stay in the host all the same
     uncounted: tuple[str, ...] = ()  # stage 3: keys whose memory is not known here
+    overcounted: tuple[str, ...] = ()  # keys of the config that save what is counted all the same
     written: frozenset[str] = frozenset()  # the keys of the block that the user wrote
 
 

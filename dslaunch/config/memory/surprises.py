@@ -34,6 +34,7 @@ def surprises(setup: Setup, plan: MemoryPlan) -> list[Surprise]:
     """Those of ``plan``, which is that of ``setup``; the most useful first."""
     found = [
         _uncounted(plan),
+        _overcounted(plan),
         _bucket(setup, plan),
         _kept_gathered(plan),
         _step(setup, plan),
@@ -48,6 +49,14 @@ def _uncounted(plan: MemoryPlan) -> Surprise | None:
         return None
     keys = ", ".join(f"zero_optimization.{key}" for key in plan.uncounted)
     return Surprise(f"what {keys} changes is not counted here, so whether it fits is not known")
+
+
+def _overcounted(plan: MemoryPlan) -> Surprise | None:
+    if not plan.overcounted:
+        return None
+    return Surprise(
+        f"what {', '.join(plan.overcounted)} saves is not counted: less will be needed than is said here"
+    )
 
 
 def _bucket(setup: Setup, plan: MemoryPlan) -> Surprise | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ _ADAM = (
     "lr bias_correction betas eps weight_decay amsgrad adam_w_mode torch_adam fp32_optimizer_states"
     " set_grad_none foreach maximize capturable differentiable fused"
 )
+_POPPED = "torch_adam adam_w_mode fp32_optimizer_states"
 _TORCH = "lr weight_decay foreach maximize differentiable capturable"
 _OWN = (
     _of("Adam", _ADAM, tested=True),
@@ -81,6 +83,29 @@ _FROM_TORCH = (
 OPTIMIZERS: Mapping[str, Optimizer] = {
     **{optimizer.name.lower(): optimizer for optimizer in _OWN},
     **{optimizer.name: optimizer for optimizer in _FROM_TORCH},
+}
+# What DeepSpeed makes of a name: by `torch_adam`, by offload_optimizer (cpu), else its own kernels (fused).
+Variant = Literal["fused", "cpu", "torch"]
+_VARIANTS_OF_ADAM: Mapping[Variant, str] = {  # with what DeepSpeed takes out before it calls them
+    "torch": f"{_POPPED} lr betas eps weight_decay amsgrad foreach maximize capturable differentiable fused",
+    "cpu": f"{_POPPED} lr bias_correction betas eps weight_decay amsgrad",
+    "fused": f"{_POPPED} lr bias_correction betas eps weight_decay amsgrad set_grad_none",
+}
+VARIANTS: Mapping[str, Mapping[Variant, frozenset[str]]] = {
+    name: {variant: frozenset(arguments.split()) for variant, arguments in variants.items()}
+    for name, variants in {
+        "Adam": _VARIANTS_OF_ADAM,
+        "AdamW": _VARIANTS_OF_ADAM,
+        "Adagrad": {
+            "torch": "lr lr_decay weight_decay initial_accumulator_value eps foreach maximize"
+            " differentiable fused",
+            "cpu": "lr eps weight_decay amsgrad fp32_optimizer_states",
+        },
+        "Lion": {
+            "fused": "lr betas weight_decay set_grad_none",
+            "cpu": "lr betas weight_decay fp32_optimizer_states",
+        },
+    }.items()
 }
 GONE_OPTIMIZERS = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
 

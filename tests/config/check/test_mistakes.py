@@ -51,6 +51,14 @@ def zero(stage: int, **keys: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **keys}}
 
 
+def bf16(**keys: Any) -> dict[str, Any]:
+    return {"bf16": {"enabled": True, **keys}}
+
+
+def adam(**keys: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, **keys}}}
+
+
 CPU = {"device": "cpu"}
 SAVES = {"stage3_gather_16bit_weights_on_model_save": True}
 
@@ -169,6 +177,30 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
      "warning", "torch_autocast.dtype"),
     ("bf16 masters alone", {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "needs", "error",
      "bf16.bf16_master_weights_and_grads"),
+    ("bf16 states alone", bf16(bf16_optimizer_states=True), "needs", "error", "bf16.bf16_optimizer_states"),
+    ("bf16 masters at 0", {**bf16(bf16_master_weights_and_grads=True), **zero(0)}, "stage", "error",
+     "bf16.bf16_master_weights_and_grads"),
+    ("bf16 masters with torch's Adam", {**bf16(bf16_master_weights_and_grads=True), **zero(2, offload_optimizer=CPU),
+     **adam(torch_adam=True)}, "needs", "error", "bf16.bf16_master_weights_and_grads"),
+    ("bf16 masters of another optimizer", {**bf16(bf16_master_weights_and_grads=True, bf16_optimizer_states=True),
+     **zero(2, offload_optimizer=CPU), "optimizer": {"type": "Lion", "params": {}}}, "needs", "error",
+     "bf16.bf16_master_weights_and_grads"),
+    ("bf16 masters that nothing reads", {**bf16(bf16_master_weights_and_grads=True, bf16_optimizer_states=True),
+     **zero(1), "data_types": {"grad_accum_dtype": "fp32"}}, "ignored", "warning", "bf16.bf16_master_weights_and_grads"),
+    ("immediate update that nothing reads", {**bf16(immediate_grad_update=True), **zero(1)}, "ignored", "warning",
+     "bf16.immediate_grad_update"),
+    ("fp16 masters without offload", fp16(fp16_master_weights_and_grads=True), "needs", "error",
+     "fp16.fp16_master_weights_and_grads"),
+    ("AMSGrad of the fused Adam", adam(amsgrad=True), "needs", "error", "optimizer.params.amsgrad"),
+    ("maximize of the fused Adam", adam(maximize=True), "needs", "error", "optimizer.params.maximize"),
+    ("bias_correction of torch's Adam", adam(torch_adam=True, bias_correction=False), "needs", "error",
+     "optimizer.params.bias_correction"),
+    ("set_grad_none of the CPU Adam", {**adam(set_grad_none=True), **zero(2, offload_optimizer=CPU)}, "needs", "error",
+     "optimizer.params.set_grad_none"),
+    ("lr_decay of the CPU Adagrad", {"optimizer": {"type": "Adagrad", "params": {"lr_decay": 0.1}},
+     **zero(2, offload_optimizer=CPU)}, "needs", "error", "optimizer.params.lr_decay"),
+    ("legacy_fusion at stage 2", {"optimizer": {"type": "Adam", "params": {}, "legacy_fusion": True}},
+     "ignored-at-stage", "warning", "optimizer.legacy_fusion"),
     ("a remark in a strict section", zero(2, _note="x"), "comment-in-strict-section", "error",
      "zero_optimization._note"),
     ("a section that is null", {"fp16": None}, "type", "error", "fp16"),
@@ -184,6 +216,14 @@ def test_a_mistake_is_named(config: dict[str, Any], code: str, severity: str, ke
     assert (finding.severity, finding.key) == (severity, key)
     assert finding.line is not None
     assert finding.message.startswith(key)
+
+
+def test_bf16_masters_where_deepspeed_takes_them() -> None:
+    masters = bf16(bf16_master_weights_and_grads=True)
+    both = bf16(bf16_master_weights_and_grads=True, bf16_optimizer_states=True)
+    offload = zero(2, offload_optimizer=CPU)
+    for config in ({**masters, **offload}, {**both, **offload}, both, {**both, **adam(torch_adam=True)}):
+        assert [finding for finding in found(config) if finding.severity != "info"] == []
 
 
 def test_offload_without_an_optimizer_section() -> None:

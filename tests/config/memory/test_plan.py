@@ -11,7 +11,7 @@ from dslaunch.config.memory.activations import layer_bytes
 from dslaunch.config.memory.adapter import adapter_tensors, nf4_bytes
 from dslaunch.config.memory.alternatives import nearest_that_fits, rank_alternatives
 from dslaunch.config.memory.items import CONVERT, UPDATE, size_at
-from dslaunch.config.memory.of_run import zero_options
+from dslaunch.config.memory.of_run import optimizer_cost, zero_options
 from dslaunch.config.memory.offload import rank_items
 from dslaunch.config.memory.planner import MemoryPlan, plan_memory
 from dslaunch.config.memory.setup import (
@@ -189,3 +189,20 @@ def test_keys_that_are_not_counted_leave_open_whether_it_fits() -> None:
     assert plan_memory(setup(zero_stage=3), 1000).fits is True
     assert plan.fits is None and plan_memory(quantised, 1).fits is False
     assert "zero_quantized_weights" in surprises(quantised, plan)[0].text
+
+
+def test_savings_that_are_not_counted_leave_open_what_seems_too_much() -> None:
+    config = {"bf16": {"bf16_master_weights_and_grads": True, "check_grad_overflow": True}}
+    less = setup(zero=zero_options(config))
+    plan = plan_memory(less, 1000, host_gib=1000)
+    assert plan.fits is True
+    assert plan_memory(less, 1).fits is None and plan_memory(setup(), 1).fits is False
+    assert plan_memory(less, 1000, host_gib=1).fits is None
+    assert "what bf16.bf16_master_weights_and_grads saves" in surprises(less, plan)[0].text
+
+
+def test_amsgrad_keeps_one_state_more() -> None:
+    config = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    plain = optimizer_cost(config, "cuda")
+    config["optimizer"]["params"]["amsgrad"] = True
+    assert optimizer_cost(config, "cuda").state == plain.state + 4
