@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dslaunch.cli.talk import note
-from dslaunch.core.errors import ConfigError
+from dslaunch.core.errors import ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
     from dslaunch.config.facts import Facts
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dslaunch.config.memory.planner import MemoryPlan
     from dslaunch.config.memory.setup import Setup
     from dslaunch.config.memory.tensors import ModelFacts
-    from dslaunch.core.plan import RunPlan
+    from dslaunch.core.plan import AdapterPlan, RunPlan
 
 SCHEMA_VERSION = 1
 _SHOWN_ALTERNATIVES = 6
@@ -51,12 +51,12 @@ def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
         note(f"memory is not planned: {plan.model.path} is not on this machine")
         return None
     facts = _load(path)
+    if plan.adapter is not None:
+        _check_names(facts, plan.adapter, loaded)
     try:
         setup = setup_of_run(plan, facts)
     except ConfigError as error:
-        in_fp32 = error.message.startswith("fp32_modules")
-        where = loaded.where("fp32_modules") if in_fp32 else f"{loaded.where('adapter')}adapter: "
-        raise ConfigError(f"{where}{error.message}", hint=error.hint) from None
+        raise ConfigError(f"{loaded.where('fp32_modules')}{error.message}", hint=error.hint) from None
     setup = replace(setup, zero=replace(setup.zero, written=_written_zero_keys(loaded)))
     world = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
     hosts = resolve_hosts(loaded.spec.cluster, world)
@@ -74,6 +74,15 @@ def matches(plan: RunPlan, memory: Memory, loaded: LoadedSpec[Any]) -> Mapping[s
     except ConfigError as error:
         where = loaded.where(error.message.partition(":")[0].partition(" ")[0])
         raise ConfigError(f"{where}{error.message}", hint=error.hint) from None
+
+
+def _check_names(facts: ModelFacts, adapter: AdapterPlan, loaded: LoadedSpec[Any]) -> None:
+    from dslaunch.config.memory.adapter import name_problems
+
+    if problems := name_problems(facts, adapter.target_modules, adapter.modules_to_save):
+        raise ConfigErrors(
+            [ConfigError(f"{loaded.where(key)}{error.message}", hint=error.hint) for key, error in problems]
+        )
 
 
 def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:

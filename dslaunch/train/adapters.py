@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from dslaunch.core.errors import ConfigError, one_line
-from dslaunch.core.plan import AdapterPlan
+from dslaunch.core.plan import ALL_LINEAR, AdapterPlan
 from dslaunch.train.new_tokens import rows_readable, rows_to_train
-
-ALL_LINEAR = "all-linear"
 
 
 def lora_config(adapter: AdapterPlan, rows: Mapping[str, Sequence[int]] | None = None) -> Any:

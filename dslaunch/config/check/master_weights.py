@@ -27,6 +27,9 @@ def check_master_weights(checker: Checker) -> None:
         checker.report("needs", "error", states, f"needs {masters[-1]} as well", "turn both on")
     if checker.stage and {FP16_MASTERS, masters} <= set(on):
         checker.report("contradiction", "error", masters, "and its like in fp16 are both on", "keep one")
+    elif masters in on and checker.precision not in (None, "bf16"):
+        message = "acts although bf16 is off: masters are bf16 under weights of another type"
+        checker.report_to_remove("contradiction", "warning", masters, message, "remove it, or turn bf16 on")
     elif checker.stage and on:
         _check_optimizer(checker, on[0], moments=states in on)
     _check_eps(checker)

@@ -29,6 +29,7 @@ from dslaunch.config.zero_auto import settle_zero
 from dslaunch.core.batch_size import ACCUMULATION, MICRO, TRAIN, WORLD
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.finding import Finding
+from dslaunch.core.plan import ALL_LINEAR
 
 if TYPE_CHECKING:
     from dslaunch.config.memory.tensors import ModelFacts
@@ -90,8 +91,8 @@ def _check_plan(
         text = risk.text.removeprefix(loaded.where(risk.key))
         code = "risk" if risk.severity == "warning" else "advice"
         found.append(Finding(code, risk.severity, risk.key, text, loaded.line(risk.key) or None))
-    if load_model is not None and "fp32_modules" not in {finding.key for finding in found}:
-        found += _check_modules(path, loaded, facts, load_model)
+    if load_model is not None:
+        found += _check_modules(path, loaded, facts, load_model, {finding.key for finding in found})
     if auto_keys(loaded.spec):
         if not certain and not machine.problems:
             found += _check_memory(path, loaded, facts, machine, target, load_model)
@@ -114,11 +115,15 @@ def _check_patterns(
 
 
 def _check_modules(
-    path: str, loaded: LoadedSpec[RunSpec], facts: Facts, load_model: LoadModel
+    path: str, loaded: LoadedSpec[RunSpec], facts: Facts, load_model: LoadModel, said: set[str]
 ) -> list[Finding]:
-    """The patterns of fp32_modules that match nothing in the model, where it is on this machine."""
-    if not loaded.spec.fp32_modules:
+    """The names of modules that match nothing in the model, where it is on this machine."""
+    spec, adapter = loaded.spec, loaded.spec.adapter
+    patterns = () if "fp32_modules" in said else spec.fp32_modules
+    targets = () if adapter is None else (*adapter.target_modules, *adapter.modules_to_save)
+    if not patterns and targets in ((), (ALL_LINEAR,)):
         return []
+    from dslaunch.config.memory.adapter import name_problems
     from dslaunch.config.memory.wide import matched_modules
 
     try:
@@ -127,7 +132,10 @@ def _check_modules(
         return []
     report = Report(loaded)
     with report.catching("fp32_modules"):
-        matched_modules(model, loaded.spec.fp32_modules)
+        matched_modules(model, patterns)
+    if adapter is not None:
+        for key, error in name_problems(model, adapter.target_modules, adapter.modules_to_save):
+            report.fail(key, error.message, error.hint)
     return [_finding(path, problem, loaded) for problem in report.problems]
 
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from dslaunch.config.memory.tensors import ModelFacts, Tensor
 from dslaunch.core.errors import ConfigError
-from dslaunch.core.plan import QuantizationPlan
+from dslaunch.core.plan import ALL_LINEAR, QuantizationPlan
 
-ALL_LINEAR = "all-linear"
 _NOT_LINEAR = ("embed_tokens", "wte", "wpe", "embed_in", "lm_head", "score")
 _CONV1D = ("c_attn", "c_proj", "c_fc")  # GPT-2: the weight is [in, out]
 
@@ -32,14 +31,32 @@ def adapter_tensors(
 
     Raises ConfigError where a name in ``target_modules`` matches no layer.
     """
+    for _, error in name_problems(facts, target_modules, modules_to_save):
+        raise error
     linear = {tensor.name for tensor in linear_weights(facts)}
-    modules = [tensor.name.rsplit(".", 1)[0] for tensor in facts.tensors]
-    for target in (*target_modules, *modules_to_save):
-        if target != ALL_LINEAR and not any(_matches(module, target) for module in modules):
-            _fail(target, sorted({name.split(".")[-2] for name in linear}))
     found = tuple(_trained(facts, linear, r, target_modules, dora, modules_to_save))
     rows = Tensor("embedding.trainable_tokens_delta", (trained_rows, facts.dims.hidden))
     return (rows, *found) if trained_rows else found
+
+
+def name_problems(
+    facts: ModelFacts, target_modules: Sequence[str], modules_to_save: Sequence[str] = ()
+) -> list[tuple[str, ConfigError]]:
+    """(run-file key, error) for each name that matches no layer, with the nearest that there is."""
+    modules = [*(tensor.name.rsplit(".", 1)[0] for tensor in facts.tensors), *_tied_head(facts)]
+    named = {"adapter.target_modules": target_modules, "adapter.modules_to_save": modules_to_save}
+    found = []
+    for key, names in named.items():
+        for index, name in enumerate(names):
+            if name != ALL_LINEAR and not any(_matches(module, name) for module in modules):
+                has = {tensor.name.split(".")[-2] for tensor in linear_weights(facts)}
+                found.append((f"{key}[{index}]", _no_match(key, name, sorted(has))))
+    return found
+
+
+def _tied_head(facts: ModelFacts) -> tuple[str, ...]:
+    """The output head where it has no tensor of its own."""
+    return ("embed_out" if facts.dims.family == "gpt_neox" else "lm_head",) if facts.tied else ()
 
 
 def linear_weights(facts: ModelFacts) -> tuple[Tensor, ...]:
@@ -95,11 +112,14 @@ def _trained(
             yield Tensor(f"{module}.lora_B.weight", (out, r))
             if dora:
                 yield Tensor(f"{module}.lora_magnitude_vector.weight", (out,))
+    for head in _tied_head(facts):
+        if head in saved:  # peft copies the module, and the copy is tied to nothing
+            yield Tensor(f"{head}.modules_to_save.weight", (facts.dims.vocab, facts.dims.hidden))
 
 
-def _fail(target: str, candidates: list[str]) -> None:
-    near = difflib.get_close_matches(target, candidates, n=1)
-    raise ConfigError(
-        f"{target!r} matches no layer of the model; it has {', '.join(candidates)}",
+def _no_match(key: str, target: str, candidates: list[str]) -> ConfigError:
+    near = difflib.get_close_matches(target, [*candidates, "lm_head", "embed_tokens"], n=1)
+    return ConfigError(
+        f"{key}: {target!r} matches no layer of the model; it has {', '.join(candidates)}",
         hint=f"did you mean {near[0]}?" if near else f"give names of this model, or {ALL_LINEAR}",
     )

@@ -187,6 +187,8 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
      "bf16.bf16_master_weights_and_grads"),
     ("bf16 masters that nothing reads", {**bf16(bf16_master_weights_and_grads=True, bf16_optimizer_states=True),
      **zero(1), "data_types": {"grad_accum_dtype": "fp32"}}, "ignored", "warning", "bf16.bf16_master_weights_and_grads"),
+    ("bf16 masters of fp32 weights", {"bf16": {"enabled": False, "bf16_master_weights_and_grads": True,
+     "bf16_optimizer_states": True}}, "contradiction", "warning", "bf16.bf16_master_weights_and_grads"),
     ("immediate update that nothing reads", {**bf16(immediate_grad_update=True), **zero(1)}, "ignored", "warning",
      "bf16.immediate_grad_update"),
     ("fp16 masters without offload", fp16(fp16_master_weights_and_grads=True), "needs", "error",

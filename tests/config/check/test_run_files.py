@@ -282,6 +282,35 @@ class TestMemoryPlan:
         assert (code, out.count("[not-checked]")) == (0, 1)
 
 
+def test_names_of_modules_that_the_model_here_has_not(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """check names each of them at its line, and plan refuses with the same words."""
+    lines = ["adapter:", "  target_modules:", "    - q_proj", "    - q_prj", "    - c_attn"]
+    text = "\n".join(
+        [f"{MODEL.replace('org', '.')}{DATA}{BATCH}{NODES}".rstrip(), *lines, "  modules_to_save: lm_hed"]
+    )
+    (folder / "run.yaml").write_text(f"{text}\n")
+    (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
+    assert main(["check", "project/run.yaml"]) == 1
+    out = capsys.readouterr().out
+    places = [(8, "target_modules: 'q_prj'", "q_proj?"), (9, "target_modules: 'c_attn'", None)]
+    for line, name, near in [*places, (10, "modules_to_save: 'lm_hed'", "lm_head?")]:
+        assert f"project/run.yaml:{line}: error: adapter.{name} matches no layer of the model; it has " in out
+        assert near is None or f"did you mean {near}" in out
+    assert main(["plan", "project/run.yaml"]) == 2
+    said_by_plan = capsys.readouterr().err
+    for line in out.splitlines():
+        if "matches no layer" in line:
+            assert line.split(": error: ")[1].removesuffix(" [run-file]") in said_by_plan
+    tied = text.replace("q_prj", "k_proj").replace("c_attn", "v_proj").replace("lm_hed", "lm_head")
+    (folder / "run.yaml").write_text(f"{tied}\n")
+    (folder / "model" / "config.json").write_text(json.dumps({**LLAMA, "tie_word_embeddings": True}))
+    assert main(["check", "project/run.yaml"]) == 0
+    assert main(["plan", "project/run.yaml"]) == 0  # its embedding once more, trained
+    assert f"{32000 * 4096 + 32 * 16 * (4096 * 2) * 3:,} of " in capsys.readouterr().out
+
+
 def spoil(rng: random.Random, spec: dict[str, Any]) -> dict[str, Any]:
     """A few mistakes in a run file of keys that are valid each."""
     mistakes: list[dict[str, Any]] = [
