@@ -8,7 +8,8 @@ DeepSpeed 0.19.8: runtime/base_optimizer.py ``_configure_master_weights``, runti
 from __future__ import annotations
 
 from dslaunch.config.check.context import Checker
-from dslaunch.core.finding import KeyPath
+
+_Path = tuple[str, ...]
 
 FP16_MASTERS = ("fp16", "fp16_master_weights_and_grads")
 _FP32 = ("fp32", "float32", "float", "torch.float32")
@@ -17,8 +18,8 @@ _FP32 = ("fp32", "float32", "float", "torch.float32")
 def check_master_weights(checker: Checker) -> None:
     """What the keys need, and where nothing reads them."""
     section = checker.bf16_section
-    masters: KeyPath = (section, "bf16_master_weights_and_grads")
-    states: KeyPath = (section, "bf16_optimizer_states")
+    masters: _Path = (section, "bf16_master_weights_and_grads")
+    states: _Path = (section, "bf16_optimizer_states")
     on = [path for path in (FP16_MASTERS, masters, states) if checker.on(*path)]
     for path in on:
         if checker.stage == 0:
@@ -44,7 +45,7 @@ def check_master_weights(checker: Checker) -> None:
         )
 
 
-def _check_optimizer(checker: Checker, path: KeyPath, *, moments: bool) -> None:
+def _check_optimizer(checker: Checker, path: _Path, *, moments: bool) -> None:
     """Only where the moments are bf16, too, and stay on the GPU, may it be another than the CPU Adam."""
     offload = checker.offload("offload_optimizer")
     if moments and offload == "none":
@@ -75,7 +76,7 @@ def _check_eps(checker: Checker) -> None:
         )
 
 
-def _check_immediate(checker: Checker, path: KeyPath) -> None:
+def _check_immediate(checker: Checker, path: _Path) -> None:
     if checker.on(*path) and checker.stage is not None and not _has_own_accumulator(checker):
         checker.report_to_remove(
             "ignored",

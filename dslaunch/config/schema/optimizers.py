@@ -23,8 +23,12 @@ class Optimizer:
     from_torch: bool = False
 
 
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 def _of(name: str, params: str, **facts: bool) -> Optimizer:
-    return Optimizer(name, frozenset(params.split()), **facts)
+    return Optimizer(name, _words(params), **facts)
 
 
 _ADAM = (
@@ -86,26 +90,26 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 }
 # What DeepSpeed makes of a name: by `torch_adam`, by offload_optimizer (cpu), else its own kernels (fused).
 Variant = Literal["fused", "cpu", "torch"]
-_VARIANTS_OF_ADAM: Mapping[Variant, str] = {  # with what DeepSpeed takes out before it calls them
-    "torch": f"{_POPPED} lr betas eps weight_decay amsgrad foreach maximize capturable differentiable fused",
-    "cpu": f"{_POPPED} lr bias_correction betas eps weight_decay amsgrad",
-    "fused": f"{_POPPED} lr bias_correction betas eps weight_decay amsgrad set_grad_none",
+_ADAM_VARIANTS: Mapping[Variant, frozenset[str]] = {  # with what DeepSpeed takes out before it calls them
+    "torch": _words(
+        f"{_POPPED} lr betas eps weight_decay amsgrad foreach maximize capturable differentiable fused"
+    ),
+    "cpu": _words(f"{_POPPED} lr bias_correction betas eps weight_decay amsgrad"),
+    "fused": _words(f"{_POPPED} lr bias_correction betas eps weight_decay amsgrad set_grad_none"),
 }
 VARIANTS: Mapping[str, Mapping[Variant, frozenset[str]]] = {
-    name: {variant: frozenset(arguments.split()) for variant, arguments in variants.items()}
-    for name, variants in {
-        "Adam": _VARIANTS_OF_ADAM,
-        "AdamW": _VARIANTS_OF_ADAM,
-        "Adagrad": {
-            "torch": "lr lr_decay weight_decay initial_accumulator_value eps foreach maximize"
-            " differentiable fused",
-            "cpu": "lr eps weight_decay amsgrad fp32_optimizer_states",
-        },
-        "Lion": {
-            "fused": "lr betas weight_decay set_grad_none",
-            "cpu": "lr betas weight_decay fp32_optimizer_states",
-        },
-    }.items()
+    "Adam": _ADAM_VARIANTS,
+    "AdamW": _ADAM_VARIANTS,
+    "Adagrad": {
+        "torch": _words(
+            "lr lr_decay weight_decay initial_accumulator_value eps foreach maximize differentiable fused"
+        ),
+        "cpu": _words("lr eps weight_decay amsgrad fp32_optimizer_states"),
+    },
+    "Lion": {
+        "fused": _words("lr betas weight_decay set_grad_none"),
+        "cpu": _words("lr betas weight_decay fp32_optimizer_states"),
+    },
 }
 GONE_OPTIMIZERS = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
 
