@@ -10,12 +10,6 @@ from dslaunch.core.command import quote
 from dslaunch.core.data_files import JSON_LINES, PARQUET
 from dslaunch.core.errors import ConfigError
 
-_BINARY = {
-    b"PAR1": "a parquet file",
-    b"GGUF": "a .gguf model",
-    b"PK\x03\x04": "a zip file",
-    b"\x1f\x8b": "gzip",
-}
 _DATA = (*JSON_LINES, *PARQUET, ".csv", ".tsv", ".txt")
 DATA_HINT = "a run file names it under data.train; see examples/quickstart.yaml"
 _START_HINT = "examples/quickstart.yaml is one to start from; docs/run-file.md has every key"
@@ -37,20 +31,19 @@ def explain_directory(path: Path) -> ConfigError:
 
 def explain_bytes(data: bytes, name: str) -> ConfigError | None:
     """The error for what is no text at all; None for text in some encoding."""
-    for magic, what in _BINARY.items():
-        if data.startswith(magic):
-            return ConfigError(f"{name} is {what}, not a run file", hint=_START_HINT)
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+    from dslaunch.config.check.kinds import describe_bytes
+
+    if (what := describe_bytes(data)) is None:
+        return None
+    if what == "UTF-16 text":
         fix = f"iconv -f UTF-16 -t UTF-8 {_word(name)} > NEW.yaml"
         return ConfigError(f"{name}:1: UTF-16 text; a run file is UTF-8", hint=fix)
-    if b"\0" in data[:4096]:
-        return ConfigError(f"{name} is a binary file, not a run file", hint=_START_HINT)
-    return None
+    return ConfigError(f"{name} is {what}, not a run file", hint=_START_HINT)
 
 
 def explain_text(text: str, name: str) -> ConfigError | None:
     """The error for a text that is something else than a run file; None where it may be meant as one."""
-    from dslaunch.config.check.files import find_kind
+    from dslaunch.config.check.kinds import find_kind
 
     if not text.strip():
         return ConfigError(f"{name} is empty; a run file needs model and data", hint=_START_HINT)
@@ -85,14 +78,15 @@ def _explain_json(text: str, name: str) -> ConfigError | None:
 
 def _explain_mapping(value: dict[str, Any], name: str) -> ConfigError | None:
     from dslaunch.config.check import looks_like_deepspeed
+    from dslaunch.config.check.kinds import describe_object
 
-    word = _word(name)
-    if {"schema_version", "launch"} <= value.keys():
-        what, hint = "a recorded plan", f"dslaunch launch --plan {word}"
+    word, known = _word(name), describe_object(value)
+    if known == "a recorded plan":
+        what, hint = known, f"dslaunch launch --plan {word}"
     elif "model" in value or "data" in value:
         return None  # a run file may be written as JSON
-    elif "model_type" in value or "architectures" in value:
-        what = "a model's config.json"
+    elif known is not None:
+        what = known
         hint = f"a run file names its directory under model; dslaunch plan --model {word} plans its memory"
     elif looks_like_deepspeed(value):
         what = "a DeepSpeed config"

@@ -5,20 +5,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dslaunch.config.check import CheckedConfig, Target, check_config, looks_like_deepspeed
+from dslaunch.config.check.kinds import Kind, describe_bytes, describe_object, describe_text, find_kind
 from dslaunch.core.data_files import JSON_LINES
 from dslaunch.core.finding import Finding
 
 if TYPE_CHECKING:
     from dslaunch.config.check.run_files import LoadModel
 
-Kind = Literal["deepspeed-config", "run-file", "hostfile", "batch-script", "unknown"]
-
-_SCRIPT = re.compile(r"\A\ufeff?#!|^#(?:SBATCH|PBS|BSUB|PJM|FLUX:|\$ -)", re.MULTILINE)
-_HOST_LINE = re.compile(r"^[^\s#{}\":]\S*\s+slots\s*=", re.MULTILINE)
-_RUN_KEY = re.compile(r"^(?:model|data|task|adapter|precision|cluster|launch|output)\s*:", re.MULTILINE)
+_WHERE_IT_GOES = {
+    "a recorded plan": "dslaunch launch --plan runs it again",
+    "a model's config.json": "dslaunch plan --model plans its memory; a run file names its directory",
+}
+_SPACED = re.compile(r"^#[ \t]+(SBATCH|PBS|BSUB|FLUX:)[ \t]", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ def check_file(path: str, data: bytes, target: Target, load_model: LoadModel | N
 
     ``load_model``: see :func:`dslaunch.config.check.run_files.check_run_file`.
     """
+    if (what := describe_bytes(data)) is not None:
+        hint = "save it as UTF-8: iconv -f UTF-16 -t UTF-8" if what == "UTF-16 text" else None
+        return _no_config(path, what, hint)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -62,17 +66,27 @@ def check_file(path: str, data: bytes, target: Target, load_model: LoadModel | N
     if kind == "batch-script":
         return CheckedFile(path, kind, _check_script(text, target))
     checked = check_config(text, target)
+    if (what := describe_object(checked.value)) is not None:
+        return _no_config(path, what, _WHERE_IT_GOES[what])
     if (data_file := _explain_data(path, text, checked)) is not None:
         return data_file
-    if kind == "unknown" and checked.readable:
-        none = Finding(
-            "unknown-kind",
-            "error",
-            "",
-            "neither a DeepSpeed config nor a run file, a hostfile or a batch script",
-        )
-        return CheckedFile(path, kind, (none,), readable=False)
+    if kind == "unknown" and (checked.readable or "{" not in text):
+        from dslaunch.config.check.syntax import find_cause
+
+        if checked.readable or find_cause(text) is None:
+            return _no_config(path, describe_text(text))
     return CheckedFile(path, kind, checked.findings, checked.readable)
+
+
+def _no_config(path: str, what: str | None, hint: str | None = None) -> CheckedFile:
+    if what is None:
+        message = "neither a DeepSpeed config nor a run file, a hostfile or a batch script"
+    elif what == "empty":
+        message = "is empty"
+    else:
+        message = f"this is {what}, not a config"
+    finding = Finding("unknown-kind", "error", "", message, hint=hint)
+    return CheckedFile(path, "unknown", (finding,), readable=False)
 
 
 def _explain_data(path: str, text: str, checked: CheckedConfig) -> CheckedFile | None:
@@ -84,28 +98,7 @@ def _explain_data(path: str, text: str, checked: CheckedConfig) -> CheckedFile |
         return None
     if (what := "data (JSON lines)" if named_so else describe_data(text)) is None:
         return None
-    finding = Finding("unknown-kind", "error", "", f"this is {what}, not a config", hint=DATA_HINT)
-    return CheckedFile(path, "unknown", (finding,), readable=False)
-
-
-def find_kind(path: str, text: str) -> Kind:
-    """What a file is: by what stands in it, and only where that leaves it open by its name."""
-    suffix = Path(path).suffix.lower()
-    if _SCRIPT.search(text):
-        return "batch-script"
-    if _HOST_LINE.search(text):
-        return "hostfile"
-    begins = text.lstrip("\ufeff \t\r\n")[:1]
-    if begins == "{" or suffix in (".json", ".hjson", ".json5"):
-        return "deepspeed-config"
-    if _RUN_KEY.search(text) or suffix in (".yaml", ".yml"):
-        return "run-file"
-    from dslaunch.config.hjson_reader import HjsonError, read_hjson
-
-    try:
-        return "deepspeed-config" if looks_like_deepspeed(read_hjson(text).value) else "unknown"
-    except (HjsonError, RecursionError):
-        return "unknown"
+    return _no_config(path, what, DATA_HINT)
 
 
 def missing_file(path: str, cwd: Path) -> CheckedFile:
@@ -142,6 +135,19 @@ def _check_script(text: str, target: Target) -> tuple[Finding, ...]:
     from dslaunch.config.check.scripts.job import read_job
 
     if read_job(text) is None:
+        spaced = [
+            Finding(
+                "commented-directive",
+                "warning",
+                "",
+                f"a space before {match[1]} makes it a comment, which the scheduler does not read",
+                text.count("\n", 0, match.start()) + 1,
+                hint=f"write #{match[1]}",
+            )
+            for match in _SPACED.finditer(text)
+        ]
+        if spaced:
+            return tuple(spaced)
         note = "a script without a scheduler's directives (#SBATCH, #PBS, ...): nothing is checked"
         return (Finding("not-checked", "info", "", note),)
     return check_batch_script(text, target)

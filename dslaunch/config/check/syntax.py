@@ -13,6 +13,7 @@ _TAG = re.compile(
     r"\{\{[^{}\n]{0,200}\}\}|\{%[^{}\n]{0,200}%\}"
 )  # bounded: a long text must not take for ever
 _PLACEHOLDER = re.compile(rf"\$\{{?\w+\}}?|{_TAG.pattern}|^<[^<>]+>$")
+_USUAL_HINT = "look at the lines just above; a bracket or quote may be missing"
 _CAPITALS = re.compile(r"^[A-Z][A-Z0-9_]{2,},?$")
 _WORDS = {"true": True, "false": False, "none": None, "null": None, "yes": True, "no": False}
 _DEVIATIONS = {
@@ -27,18 +28,26 @@ _DEVIATIONS = {
 def unreadable(text: str, error: HjsonError, document: Document) -> Finding:
     """The finding for a text that is no hjson at all; names the usual causes."""
     line, column = document.position(min(error.offset, len(text)))
-    message, hint = error.message, "look at the lines just above; a bracket or quote may be missing"
-    if text.startswith("version https://git-lfs"):
-        message, hint = "this is a Git LFS pointer, not the config", "fetch the file itself: git lfs pull"
-    elif re.search(r"^\s*```", text, re.MULTILINE):
-        message, hint = "a Markdown fence (```) stands in the file", "remove the lines with ```"
-    elif found := _TAG.search(text):
-        message = f"the template tag {found.group()} was never filled in"
-        hint = "render the template, and check what comes out"
-        line, column = document.position(found.start())
-    elif "\n" not in text.strip() and re.fullmatch(r"[\w./~-]+\.json", text.strip()):
-        message, hint = "the file holds the path of a config, not a config", f"check {text.strip()}"
+    message, hint = find_cause(text) or (error.message, _USUAL_HINT)
+    if tag := _TAG.search(text):
+        line, column = document.position(tag.start())
     return Finding("syntax", "error", "", f"cannot be read: {message}", line, column, hint)
+
+
+def find_cause(text: str) -> tuple[str, str] | None:
+    """(what stands in place of a config, what to do) where the cause is a usual one."""
+    if text.startswith("version https://git-lfs"):
+        return "this is a Git LFS pointer, not the config", "fetch the file itself: git lfs pull"
+    if re.search(r"^\s*```", text, re.MULTILINE):
+        return "a Markdown fence (```) stands in the file", "remove the lines with ```"
+    if found := _TAG.search(text):
+        return (
+            f"the template tag {found.group()} was never filled in",
+            "render the template, and check what comes out",
+        )
+    if "\n" not in text.strip() and re.fullmatch(r"[\w./~-]+\.json", text.strip()):
+        return "the file holds the path of a config, not a config", f"check {text.strip()}"
+    return None
 
 
 def check_syntax(checker: Checker) -> None:

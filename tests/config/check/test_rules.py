@@ -244,6 +244,12 @@ class TestCompare:
         ]
 
 
+HOSTS_MISSPELT = (
+    "a lots=8\n", "# hosts\na lsots=8  # new\n", "a Slots=8\nb slots 8\n", "node1 slots:8\n",
+    "node1 8\nnode2 8\n", "node1:8\nnode2:8\n", "node1\nnode2\n", "10.0.0.1 gpus=8\n", "node1 max_slots=8\n", "a slots=\n",
+)  # fmt: skip
+
+
 class TestFiles:
     @pytest.mark.parametrize(
         ("name", "text", "kind"),
@@ -258,10 +264,61 @@ class TestFiles:
             ("job.sh", "#!/bin/bash\n#SBATCH -N 2\n", "batch-script"),
             ("job", "#PBS -l select=1\nhostname\n", "batch-script"),
             ("notes.txt", "hello there\n", "unknown"),
+            # A hostfile as people mean it, whatever it is called.
+            *(("-", text, "hostfile") for text in HOSTS_MISSPELT),
+            ("hostfile", "alpha\nbeta\n", "hostfile"),
+            ("-", "alpha\nbeta\n", "unknown"),
+            ("-", "train_batch_size = 8\n", "unknown"),
+            ("-", "train_batch_size: 8\n", "deepspeed-config"),
+            # Scripts without #!, and with a directive that a space makes a comment.
+            ("-", "export A=1\nsrun python train.py --deepspeed ds.json\n", "batch-script"),
+            ("-", "# SBATCH -N 2\nsrun hostname\n", "batch-script"),
+            ("-", "deepspeed is a library\n", "unknown"),
+            ("job.slurm", "./run-it\n", "batch-script"),
+            # JSON: a run file, one in fences.
+            ("run.json", '{"model": "a/b", "data": {"train": "x"}}', "run-file"),
+            ("-", 'Like this:\n```json\n{"train_batch_size": 8}\n```\n', "deepspeed-config"),
+            ("-", "model: a/b\ndeepspeed: {zero_optimization: {stage: 2}}\n", "run-file"),
         ],
     )
     def test_the_kind_is_found_by_content(self, name: str, text: str, kind: str) -> None:
         assert find_kind(name, text) == kind
+
+    @pytest.mark.parametrize("text", HOSTS_MISSPELT)
+    def test_a_misspelt_hostfile_is_told_line_by_line(self, text: str) -> None:
+        found = check_file("-", text.encode(), Target()).findings
+        assert {finding.severity for finding in found} == {"error"}
+        lines = [n for n, line in enumerate(text.splitlines(), 1) if not line.startswith("#")]
+        assert [finding.line for finding in found] == lines
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            (b"", "is empty"),
+            (b"\xef\xbb\xbf\n", "is empty"),
+            (b"PAR1abcd", "this is a parquet file, not a config"),
+            (b"\x1f\x8b\x08\x00", "this is gzip, not a config"),
+            (b"a\x00b", "this is a binary file, not a config"),
+            ('{"a": 1}'.encode("utf-16"), "this is UTF-16 text, not a config"),
+            (b"<html><body>404</body></html>", "this is HTML or XML (a download that failed?), not a config"),
+            (b"import deepspeed\nx = 1\n", "this is a Python program, not a config"),
+            (b'{"model_type": "llama", "hidden_size": 8}', "this is a model's config.json, not a config"),
+            (b'{"schema_version": 1, "launch": {}}', "this is a recorded plan, not a config"),
+            (b"hello\n", "neither a DeepSpeed config nor a run file, a hostfile or a batch script"),
+            (b"\xe4\xf6", "not UTF-8 text"),
+        ],
+    )
+    def test_what_is_none_of_them_is_told_in_words(self, data: bytes, message: str) -> None:
+        checked = check_file("-", data, Target())
+        assert ([f.message for f in checked.findings], checked.kind, checked.readable) == (
+            [message],
+            "unknown",
+            False,
+        )
+
+    def test_a_directive_with_a_space_is_a_comment(self) -> None:
+        (finding,) = check_file("-", b"#!/bin/bash\n# SBATCH -N 2\nsrun hostname\n", Target()).findings
+        assert (finding.code, finding.severity, finding.line) == ("commented-directive", "warning", 2)
 
     def test_a_hostfile_with_a_wrong_line(self) -> None:
         checked = check_file("hosts", b"a slots=8\nb slots=8 x\n", Target())
