@@ -59,7 +59,11 @@ def plot_lines(course: Sequence[LossScaleStep]) -> list[str]:
     )
     per = len(columns[0])
     first, last = course[0].step, course[-1].step
-    lines.append(f"{'':>12}step {first} to {last}" + (f", {per} steps a column" if per > 1 else ""))
+    lines.append(
+        f"{'':>12}step {first}"
+        + (f" to {last}" if last > first else "")
+        + (f", {per} steps a column" if per > 1 else "")
+    )
     return lines
 
 

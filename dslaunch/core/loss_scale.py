@@ -44,12 +44,12 @@ def settings_in_words(rule: LossScaleRule) -> dict[str, str]:
         )
         return {"loss_scale": text}
     window, power = rule.loss_scale_window, rule.initial_scale_power
+    quiet = "every step" if window == 1 else f"{window} steps"
     refill = "at every good step" if rule.consecutive_hysteresis else "only when the scale doubles"
     return {
         "loss_scale": "dynamic: halved on overflow, doubled after a quiet window",
         "initial_scale_power": f"starts at 2^{power} = {2.0**power:.15g}",
-        "loss_scale_window": f"doubles after {window} steps without overflow"
-        f" (the first time after {window + 1})",
+        "loss_scale_window": f"doubles after {quiet} without overflow (the first time after {window + 1})",
         "hysteresis": _hysteresis_in_words(rule.hysteresis),
         "consecutive_hysteresis": f"the hysteresis is refilled {refill}",
         "min_loss_scale": f"an overflow at scale {rule.min_loss_scale:g} stops the run at ZeRO stages 1-3",

@@ -196,7 +196,7 @@ def test_overrides_cannot_contradict_the_run_file(written: str, message: str, hi
             "optimizer.legacy_fusion: acts in fp16 at stage 0 only",
             "remove it",
         ),
-        ("fp16: {auto_cast: true}", "fp16 is off, so auto_cast do nothing", "remove"),
+        ("fp16: {auto_cast: true}", "fp16 is off, so auto_cast does nothing", "remove"),
         ("fp16: {loss_scale: 128}", "fp16.loss_scale: fp16 is decided", "set fp16.loss_scale in the"),
         (
             "bf16: {immediate_grad_update: true}",

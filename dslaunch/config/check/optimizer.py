@@ -7,6 +7,7 @@ from typing import Any
 
 from dslaunch.config.check.context import FILLED, PARENT, Checker
 from dslaunch.config.check.optimizer_variant import check_variant
+from dslaunch.config.check.schedule import check_course
 from dslaunch.config.check.values import to_number
 from dslaunch.config.schema.optimizers import (
     GONE_OPTIMIZERS,
@@ -298,6 +299,7 @@ def _check_scheduler(checker: Checker) -> None:
             f"{total} steps in all, but {warm} of warm-up: the full rate is never reached",
             "make warmup_num_steps smaller",
         )
+    check_course(checker, name)
 
 
 def _check_foreign_schedule(checker: Checker, name: str) -> None:

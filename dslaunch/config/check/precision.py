@@ -123,25 +123,27 @@ def _check_static(checker: Checker, scale: float) -> None:
         )
     idle = [key for key in _SCALE_KEYS[1:] if checker.has("fp16", key)]
     if idle:
+        acts = "acts" if len(idle) == 1 else "act"
         checker.report(
             "ignored",
             "info",
             ("fp16", idle[0]),
-            f"{', '.join(idle)} act only on a dynamic scale; loss_scale is {scale:g}, which is static",
+            f"{', '.join(idle)} {acts} only on a dynamic scale; loss_scale is {scale:g}, which is static",
         )
 
 
 def _check_idle_fp16(checker: Checker) -> None:
     keys = [key for key in (*_SCALE_KEYS, "auto_cast", "consecutive_hysteresis") if checker.has("fp16", key)]
     if keys:
+        one, remove = len(keys) == 1, "remove it" if len(keys) == 1 else "remove them"
         state = "off" if checker.has("fp16", "enabled") else "off, as enabled is missing"
         checker.report(
             "fp16-off",
             "warning",
             ("fp16", keys[0]),
-            f"fp16 is {state}, so {', '.join(keys)} do nothing",
-            "remove them, or turn fp16 on",
-            fix="remove them",
+            f"fp16 is {state}, so {', '.join(keys)} {'does' if one else 'do'} nothing",
+            f"{remove}, or turn fp16 on",
+            fix=remove,
             edits=tuple(Edit("delete", ("fp16", key)) for key in keys),
         )
 
@@ -229,6 +231,18 @@ def _check_device(checker: Checker, device: Device) -> None:
             (checker.bf16_section, "enabled"),
             f"{device} has no bf16: torch emulates it slowly, or DeepSpeed refuses",
             "use fp16 with a dynamic loss scale" if device.fp16 == "yes" else "use fp32",
+        )
+    if (
+        checker.precision == "bf16"
+        and device.arch.startswith("gfx")
+        and not checker.has("communication_data_type")
+    ):
+        checker.report(
+            "communication-type",
+            "info",
+            (checker.bf16_section, "enabled"),
+            f"{device}: gradients are added up over the ranks in bf16, one rank after another",
+            'add "communication_data_type": "fp32"',
         )
     if checker.on("aio", "use_gds") and device.name == _CPU:
         checker.report(

@@ -83,12 +83,13 @@ def _check_offload(checker: Checker, name: str) -> None:
     path = (PARENT, name)
     device = block.get("device", "none")
     others = [key for key in block if key != "device" and find_key(f"{PARENT}.{name}.{key}") is not None]
+    verb = "does" if len(others) == 1 else "do"
     if device == "none" and others:
         checker.report(
             "offload-off",
             "warning",
             (*path, others[0]),
-            f"device is none, so nothing is offloaded and {', '.join(others)} do nothing",
+            f"device is none, so nothing is offloaded and {', '.join(others)} {verb} nothing",
             f"remove {name}, or set its device to cpu",
             fix=f"remove {name}",
             edits=(Edit("delete", path),),
@@ -102,13 +103,14 @@ def _check_offload(checker: Checker, name: str) -> None:
             "set nvme_path",
         )
     elif device == "cpu" and (idle := [key for key in _NVME_KEYS if key in block and not _off(block[key])]):
+        acts, remove = ("acts", "remove it") if len(idle) == 1 else ("act", "remove them")
         checker.report(
             "ignored",
             "warning" if "nvme_path" in idle else "info",
             (*path, idle[0]),
-            f"{', '.join(idle)} act with device nvme only; the device is cpu",
-            "remove them",
-            fix="remove them",
+            f"{', '.join(idle)} {acts} with device nvme only; the device is cpu",
+            remove,
+            fix=remove,
             edits=tuple(Edit("delete", (*path, key)) for key in idle),
         )
     if device == "nvme" and name == "offload_optimizer" and checker.stage in (1, 2):

@@ -59,6 +59,10 @@ def adam(**keys: Any) -> dict[str, Any]:
     return {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, **keys}}}
 
 
+def schedule(name: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": name, "params": params}}
+
+
 CPU = {"device": "cpu"}
 SAVES = {"stage3_gather_16bit_weights_on_model_save": True}
 
@@ -203,6 +207,28 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
      **zero(2, offload_optimizer=CPU)}, "needs", "error", "optimizer.params.lr_decay"),
     ("legacy_fusion at stage 2", {"optimizer": {"type": "Adam", "params": {}, "legacy_fusion": True}},
      "ignored-at-stage", "warning", "optimizer.legacy_fusion"),
+    ("warm-up downwards", schedule("WarmupLR", warmup_min_lr=0.01, warmup_max_lr=0.001), "order", "warning",
+     "scheduler.params.warmup_min_lr"),
+    ("warm-up below the default's top", schedule("WarmupLR", warmup_min_lr=0.01), "order", "warning",
+     "scheduler.params.warmup_min_lr"),
+    ("decay downwards", schedule("WarmupDecayLR", total_num_steps=9, warmup_min_lr=2, warmup_max_lr=1), "order",
+     "warning", "scheduler.params.warmup_min_lr"),
+    ("a cycle downwards", schedule("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.01), "order", "warning",
+     "scheduler.params.cycle_min_lr"),
+    ("momentum downwards", schedule("OneCycle", cycle_min_lr=0.1, cycle_max_lr=1, cycle_max_mom=0.7), "order",
+     "warning", "scheduler.params.cycle_max_mom"),
+    ("a cosine that rises", schedule("WarmupCosineLR", total_num_steps=9, cos_min_ratio=10), "order", "warning",
+     "scheduler.params.cos_min_ratio"),
+    ("a warm-up from above", schedule("WarmupCosineLR", total_num_steps=9, warmup_min_ratio=2), "order", "warning",
+     "scheduler.params.warmup_min_ratio"),
+    ("a warm-up of no kind", schedule("WarmupLR", warmup_type="linaer"), "choice", "warning",
+     "scheduler.params.warmup_type"),
+    ("a cycle of no steps", schedule("OneCycle", cycle_min_lr=0, cycle_max_lr=1, cycle_first_step_size=0), "range",
+     "error", "scheduler.params.cycle_first_step_size"),
+    ("a range test of no steps", schedule("LRRangeTest", lr_range_test_step_size=0), "range", "error",
+     "scheduler.params.lr_range_test_step_size"),
+    ("betas that OneCycle replaces", {**adam(betas=[0.9, 0.95]), **schedule("OneCycle", cycle_min_lr=0, cycle_max_lr=1)},
+     "contradiction", "warning", "optimizer.params.betas"),
     ("a remark in a strict section", zero(2, _note="x"), "comment-in-strict-section", "error",
      "zero_optimization._note"),
     ("a section that is null", {"fp16": None}, "type", "error", "fp16"),
@@ -339,6 +365,14 @@ def test_precision_against_the_device(gpu: str, precision: str, severity: str | 
 def test_the_weakest_of_several_devices_counts() -> None:
     devices = (lookup_device("a100"), lookup_device("v100"))
     assert "v100" in the("device", {}, devices=devices).message
+
+
+def test_bf16_sums_over_amd_devices() -> None:
+    finding = the("communication-type", {}, devices=(lookup_device("mi300x"),))
+    assert (finding.severity, finding.key) == ("info", "bf16.enabled")
+    for config in ({"communication_data_type": "fp32"}, fp16()):
+        assert not [f for f in found(config, devices=(lookup_device("mi300x"),)) if f.code == finding.code]
+    assert not [f for f in found({}, devices=(lookup_device("a100"),)) if f.code == finding.code]
 
 
 def test_gds_on_a_cpu() -> None:

@@ -246,7 +246,8 @@ class TestCompare:
 
 HOSTS_MISSPELT = (
     "a lots=8\n", "# hosts\na lsots=8  # new\n", "a Slots=8\nb slots 8\n", "node1 slots:8\n",
-    "node1 8\nnode2 8\n", "node1:8\nnode2:8\n", "node1\nnode2\n", "10.0.0.1 gpus=8\n", "node1 max_slots=8\n", "a slots=\n",
+    "node1 8\nnode2 8\n", "node1:8\nnode2:8\n", "node1\nnode2\n", "10.0.0.1 gpus=8\n",
+    "node1 max_slots=8\n", "a slots=\n",
 )  # fmt: skip
 
 
