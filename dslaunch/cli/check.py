@@ -87,6 +87,11 @@ def build_target(reader: str, world_size: int | None, gpu: str | None, version: 
     from dslaunch.config.schema import VERSION
 
     devices = None
+    for flag, value in (("--gpu", gpu), ("--deepspeed-version", version)):
+        if value is not None and not value.strip():
+            from dslaunch.core.errors import ConfigError
+
+            raise ConfigError(f"{flag} is empty", hint="give it a value, or leave it out")
     if gpu:
         from dslaunch.core.devices import lookup_device
 
@@ -239,7 +244,8 @@ def _load(path: str) -> dict[str, object]:
         checked = data
     if not checked.readable:
         problem = checked.findings[0]
-        raise ConfigError(f"{path}:{problem.line or 1}: {problem.message}", hint=problem.hint)
+        line = f":{problem.line}" if problem.line else ""
+        raise ConfigError(f"{path}{line}: {problem.message}", hint=problem.hint)
     value = check_config(data.decode("utf-8")).value if isinstance(data, bytes) else None
     if checked.kind != "deepspeed-config" or value is None:
         hint = "render it with dslaunch gen-config, and compare what comes out"

@@ -69,7 +69,8 @@ def _total(flags: Mapping[str, Any], train_batch_size: int) -> int:
     total = total_steps(samples, train_batch_size, epochs, None)
     if samples * epochs < train_batch_size:
         raise ConfigError(
-            f"{samples} samples x {epochs:g} epochs are fewer than train_batch_size {train_batch_size}:"
+            f"{samples} sample{'s' * (samples != 1)} x {epochs:g} epoch{'s' * (epochs != 1)} are fewer than"
+            f" train_batch_size {train_batch_size}:"
             " no step would be whole",
             hint="use a smaller train_batch_size, or more epochs",
         )

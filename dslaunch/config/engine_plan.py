@@ -11,6 +11,7 @@ from typing import Any, Literal
 from dslaunch.config.facts import Facts
 from dslaunch.config.host_devices import check_gpu
 from dslaunch.config.hosts import ResolvedHosts, resolve_hosts
+from dslaunch.config.nested import merge
 from dslaunch.config.optimizer import (
     ChosenOptimizer,
     check_fit,
@@ -96,12 +97,11 @@ def resolve_engine(
     if batch is None or precision is None:
         _check_raw_keys(report, facts, zero_options, chosen, batch, precision)
         return None
-    offload = (zero_options.get("offload_optimizer") or {}).get("device")
     check_fit(
         chosen.plan,
         zero_stage=stage,
         precision=precision,
-        offload=offload,
+        offload=_offload_device(zero_options, spec.deepspeed),
         report=report,
         shards=not uses_torch(spec) and (stage > 0 or precision != "fp32"),
     )
@@ -110,6 +110,14 @@ def resolve_engine(
     if stage == 0 and not uses_torch(spec):
         _note_stage_0(plan.weights, isinstance(spec, RunSpec), report)
     return plan, hosts
+
+
+def _offload_device(zero_options: Mapping[str, Any], raw: Mapping[str, Any]) -> str | None:
+    """Where the optimizer's states will lie, raw keys merged in; None: on the device."""
+    block = merge({"zero_optimization": zero_options}, raw)["zero_optimization"]
+    part = block.get("offload_optimizer") if isinstance(block, Mapping) else None
+    device = part.get("device") if isinstance(part, Mapping) else None
+    return None if device in (None, "none") else str(device)
 
 
 def _engine_plan(

@@ -7,6 +7,7 @@ problems here: a run file is no place for a key that DeepSpeed refuses, ignores 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dslaunch.config.check import Target, check_value
-from dslaunch.config.nested import Path, holds, leaves
+from dslaunch.config.nested import Path, holds, leaves, listed
 from dslaunch.config.rendered import place_of
 from dslaunch.config.report import Report
 from dslaunch.config.schema import find_key
@@ -193,8 +194,8 @@ class _Rules:
             if (owner := self.owner(path)) is not None:
                 place = self.written_at.get(owner)
                 source = f"{owner} ({place})" if place else self.source
-                planned = f"{self.planned[path]!r} of {source}" if path in self.planned else source
-                self.fail(path, f"{value!r} contradicts {planned}", self.set_it(owner))
+                planned = f"{_shown(self.planned[path])} of {source}" if path in self.planned else source
+                self.fail(path, f"{_shown(value)} contradicts {planned}", self.set_it(owner))
             elif path[0] == "optimizer" and ("optimizer", "type") not in self.planned:
                 message = "dslaunch's worker makes the optimizer itself, and DeepSpeed reads no such section"
                 self.fail(path[:1], message, self.set_it("optimizer"))
@@ -245,6 +246,11 @@ class _Rules:
             at = f"precision {self.precision}" + (" at stage 0" if self.stage == 0 else "")
             names = " or ".join(dict.fromkeys(allowed))
             self.fail(path, f"{value!r} does not go with {at}", f"write {names}, or remove it")
+
+
+def _shown(value: Any) -> str:
+    """As JSON has it, and a word without quotes."""
+    return value if isinstance(value, str) else json.dumps(listed(value), ensure_ascii=False)
 
 
 def _same(one: Any, other: Any) -> bool:

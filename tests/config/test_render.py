@@ -109,7 +109,7 @@ def test_what_every_json_has(name: str) -> None:
             "auto is a word of the Hugging Face Trainer",
             "remove it",
         ),
-        ("deepspeed: {bf16: {enabled: true}}", "bf16.enabled: True contradicts False", "set precision in"),
+        ("deepspeed: {bf16: {enabled: true}}", "bf16.enabled: true contradicts false", "set precision in"),
         (
             "deepspeed: {zero_optimization: {stage: 3}}",
             "stage: 3 contradicts 2",
@@ -117,7 +117,7 @@ def test_what_every_json_has(name: str) -> None:
         ),
         ("deepspeed: {zero_optimization: 3}", "zero_optimization: 3 contradicts", "set zero_optimization in"),
         ("deepspeed: {optimizer: {params: {lr: 3}}}", "lr: 3 contradicts 2e-05 of the run", "set optimizer"),
-        ("deepspeed: {optimizer: {type: Lamb}}", "contradicts 'AdamW'", "set optimizer.type in"),
+        ("deepspeed: {optimizer: {type: Lamb}}", "type: Lamb contradicts AdamW of", "set optimizer.type in"),
         ("deepspeed: {scheduler: {type: WarmupLR}}", "dslaunch has its own key for it", "set scheduler in"),
         ("deepspeed: {bfloat16: {enabled: true}}", "dslaunch has its own key for it", "precision: bf16"),
         (
@@ -126,6 +126,8 @@ def test_what_every_json_has(name: str) -> None:
             "remove it, or set zero_optimization.stage to 3",
         ),
         ("deepspeed: {bf16: 1}", "bf16: 1 contradicts", "set precision in"),
+        ("deepspeed: {bf16: null}", "bf16: null contradicts", "set precision in"),
+        ("deepspeed: {optimizer: []}", "optimizer: [] contradicts", "set optimizer in"),
         ("deepspeed: {qqq_qqq: 1}", "deepspeed.qqq_qqq: is no key of DeepSpeed", "explain --list"),
     ],
 )
@@ -280,6 +282,12 @@ def test_the_worker_keeps_its_masters_and_states_in_fp32(stage: str, raw: str) -
     for problem in caught.value.problems:
         assert problem.message.startswith("run.yaml:") and ": deepspeed." in problem.message
         assert "dslaunch's worker keeps master weights and optimizer states in fp32" in problem.message
+
+
+def test_raw_offload_is_held_against_the_optimizer() -> None:
+    raw = "deepspeed: {zero_optimization: {offload_optimizer: {device: nvme, nvme_path: /n}}}"
+    with pytest.raises(ConfigError, match="AdEMAMix: DeepSpeed keeps on NVMe what its own optimizers have"):
+        plan_of(f"{SMALL}optimizer: {{type: AdEMAMix}}\nzero_optimization: {{stage: 3}}\n{raw}\n")
 
 
 def test_the_workers_own_optimizer_reads_no_section() -> None:

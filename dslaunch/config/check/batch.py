@@ -129,14 +129,14 @@ def _report_division(checker: Checker, train: int, micro: int | None, steps: int
     given = MICRO if micro else STEPS if steps else None
     size = micro or steps or 1
     unit = size * world
-    with_size = f"{given} {size} x " if given else ""
+    with_size, product = (f"{given} {size} x ", f" (= {unit})") if given else ("", "")
     wanted = STEPS if micro else MICRO
     sizes = {TRAIN: train, **({given: size} if given else {}), _name_of_ranks(checker, world): world}
     checker.report(
         "batch",
         "error",
         (TRAIN,),
-        f"{train} is not a multiple of {with_size}{_ranks(checker, world)} (= {unit})",
+        f"{train} is not a multiple of {with_size}{_ranks(checker, world)}{product}",
         f"use {ways_out(sizes, wanted)}, or leave {TRAIN} out and write {wanted}",
     )
 

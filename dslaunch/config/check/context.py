@@ -57,6 +57,7 @@ class Checker:
     target: Target
     findings: list[Finding] = field(default_factory=list)
     bad: set[KeyPath] = field(default_factory=set)
+    guesses: int = 0  # how many unknown keys were compared with all known ones, which takes time
 
     def report(
         self,

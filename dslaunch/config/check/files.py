@@ -104,8 +104,10 @@ def _explain_data(path: str, text: str, checked: CheckedConfig) -> CheckedFile |
 def missing_file(path: str, cwd: Path) -> CheckedFile:
     """The finding for a path that is not there, with the nearest that is."""
     message = f"not found (in {cwd})"
+    if Path(path).is_symlink():
+        message = f"is a link to {Path(path).readlink()}, which is not there"
     near = nearest_path(path)
-    hint = f"did you mean {near}?" if near else None
+    hint = f"did you mean {near}?" if near and near != path else None
     finding = Finding("not-found", "error", "", message, hint=hint)
     return CheckedFile(path, "unknown", (finding,), readable=False)
 

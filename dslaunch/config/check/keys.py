@@ -10,6 +10,7 @@ from dslaunch.config.schema import VERSIONS, Key, find_key, nearest_keys, sectio
 from dslaunch.config.schema.other_names import OTHER_NAMES
 from dslaunch.core.finding import Edit, KeyPath
 
+_MOST_GUESSES = 100
 _COMMENTS = ("_", "//", "x-")
 # What to say of an unknown key, where naming the key to use (schema/other_names.py) does not say it.
 _HINTS: dict[str, str] = {
@@ -197,6 +198,10 @@ def _guess(checker: Checker, path: KeyPath, name: str, section: str) -> tuple[st
         return "", "tensor parallelism is turned on by autotp_size: the number of ranks"
     if section == "compile" and name in ("enabled", "disable", "backend"):
         return "", "DeepCompile is turned on by compile.deepcompile; a backend is given to engine.compile()"
+    generic = f"remove it; `dslaunch explain --list` shows every key{' of ' + section if section else ''}"
+    checker.guesses += 1
+    if checker.guesses > _MOST_GUESSES:
+        return "", generic
     import difflib
 
     siblings = section_keys(section)
@@ -213,7 +218,7 @@ def _guess(checker: Checker, path: KeyPath, name: str, section: str) -> tuple[st
         return "", f"did you mean {siblings[near[0]].path}?"
     if elsewhere:
         return "", f"did you mean {elsewhere[0]}?"
-    return "", f"remove it; `dslaunch explain --list` shows every key{' of ' + section if section else ''}"
+    return "", generic
 
 
 def _is_blocked(checker: Checker, target: str) -> bool:

@@ -184,6 +184,9 @@ def _check_autocast(checker: Checker) -> None:
 
 def _check_data_types(checker: Checker) -> None:
     short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "half": "fp16", "float": "fp32"}
+    if checker.get("communication_data_type") == "fp16" and checker.precision in ("bf16", "fp32"):
+        message = f"fp16 overflows where {checker.precision} does not"
+        checker.report("risky", "warning", ("communication_data_type",), message, "use fp32, or leave it out")
     written = checker.get("data_types", "grad_accum_dtype")
     path = ("data_types", "grad_accum_dtype")
     if written is not None:

@@ -93,6 +93,9 @@ def nearest_keys(text: str, *, count: int = 3) -> list[str]:
     """Paths that ``text`` (a path or the last part of one) may mean, best first."""
     import difflib
 
+    text = text.strip(".")
+    if not text:
+        return []
     name = text.rpartition(".")[2]
     exact = [path for path, key in key_table().items() if name in (key.name, key.also)]
     if exact:

@@ -229,6 +229,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
      "scheduler.params.lr_range_test_step_size"),
     ("betas that OneCycle replaces", {**adam(betas=[0.9, 0.95]), **schedule("OneCycle", cycle_min_lr=0, cycle_max_lr=1)},
      "contradiction", "warning", "optimizer.params.betas"),
+    ("fp16 sums of bf16 gradients", {"communication_data_type": "fp16"}, "risky", "warning", "communication_data_type"),
     ("a remark in a strict section", zero(2, _note="x"), "comment-in-strict-section", "error",
      "zero_optimization._note"),
     ("a section that is null", {"fp16": None}, "type", "error", "fp16"),
@@ -252,6 +253,12 @@ def test_bf16_masters_where_deepspeed_takes_them() -> None:
     offload = zero(2, offload_optimizer=CPU)
     for config in ({**masters, **offload}, {**both, **offload}, both, {**both, **adam(torch_adam=True)}):
         assert [finding for finding in found(config) if finding.severity != "info"] == []
+
+
+def test_ten_thousand_unknown_keys_are_told_in_seconds() -> None:
+    """Names are compared with all known ones for the first hundred only."""
+    wrong = [f for f in found({f"kay_{n}": n for n in range(10_000)} | {"fp61": {}}) if f.severity == "error"]
+    assert len(wrong) == 10_001 and all(f.hint for f in wrong)
 
 
 def test_offload_without_an_optimizer_section() -> None:
