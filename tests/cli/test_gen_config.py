@@ -452,7 +452,7 @@ def test_a_scheduler_for_a_script_of_ones_own(capsys: pytest.CaptureFixture[str]
     assert (params["total_num_steps"], params["warmup_max_lr"]) == (13, 3e-4)
     code, out, err = run(capsys, *flags, "--num-samples", "7")
     assert (code, out) == (2, "")
-    assert "7 samples x 1 epochs are fewer than train_batch_size 8" in err
+    assert "7 samples x 1 epoch are fewer than train_batch_size 8" in err
     both = ("--max-steps", "9", "--set", "deepspeed.scheduler={type: WarmupLR, params: {}}")
     assert "--scheduler and deepspeed.scheduler are both given" in run(capsys, *flags, *both)[2]
     Path("run.yaml").write_text(RUN)
