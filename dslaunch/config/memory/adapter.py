@@ -43,7 +43,7 @@ def name_problems(
     facts: ModelFacts, target_modules: Sequence[str], modules_to_save: Sequence[str] = ()
 ) -> list[tuple[str, ConfigError]]:
     """(run-file key, error) for each name that matches no layer, with the nearest that there is."""
-    modules = [*(tensor.name.rsplit(".", 1)[0] for tensor in facts.tensors), *_tied_head(facts)]
+    modules = [*(tensor.name.rsplit(".", 1)[0] for tensor in facts.tensors), *tied_head(facts)]
     named = {"adapter.target_modules": target_modules, "adapter.modules_to_save": modules_to_save}
     found = []
     for key, names in named.items():
@@ -54,7 +54,7 @@ def name_problems(
     return found
 
 
-def _tied_head(facts: ModelFacts) -> tuple[str, ...]:
+def tied_head(facts: ModelFacts) -> tuple[str, ...]:
     """The output head where it has no tensor of its own."""
     return ("embed_out" if facts.dims.family == "gpt_neox" else "lm_head",) if facts.tied else ()
 
@@ -112,7 +112,7 @@ def _trained(
             yield Tensor(f"{module}.lora_B.weight", (out, r))
             if dora:
                 yield Tensor(f"{module}.lora_magnitude_vector.weight", (out,))
-    for head in _tied_head(facts):
+    for head in tied_head(facts):
         if head in saved:  # peft copies the module, and the copy is tied to nothing
             yield Tensor(f"{head}.modules_to_save.weight", (facts.dims.vocab, facts.dims.hidden))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dslaunch.config.memory.adapter import ALL_LINEAR, linear_weights
+from dslaunch.config.memory.adapter import linear_weights, tied_head
 from dslaunch.config.memory.tensors import ModelFacts, Tensor
 from dslaunch.core.parameter_groups import match_groups, match_names
-from dslaunch.core.plan import AdapterPlan, OptimizerPlan
+from dslaunch.core.plan import ALL_LINEAR, AdapterPlan, OptimizerPlan
 
 _PEFT = "base_model.model."
 _PARTS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".modules_to_save.")
@@ -59,7 +59,8 @@ def match_rows(matches: Matches) -> list[tuple[str, str, str]]:
 
 def _modules(facts: ModelFacts, target: str) -> Iterator[str]:
     tensors = linear_weights(facts) if target == ALL_LINEAR else facts.tensors
-    for module in dict.fromkeys(tensor.name.rpartition(".")[0] for tensor in tensors):
+    head = () if target == ALL_LINEAR else tied_head(facts)
+    for module in dict.fromkeys((*(tensor.name.rpartition(".")[0] for tensor in tensors), *head)):
         if target == ALL_LINEAR or module == target or module.endswith(f".{target}"):
             yield module
 
