@@ -162,7 +162,7 @@ def test_the_raw_keys_own_rules_say_it_with_their_code(folder: Path) -> None:
 def test_raw_keys_are_told_with_what_makes_a_plan_impossible(folder: Path, spoilt: str) -> None:
     raw = (
         "deepspeed:\n  zero_optimization: {stage: 3}\n  gradient_clipping: 2\n"
-        "  communication_data_type: fp16\n  train_batch_size: 16\n"
+        "  communication_data_type: fp32\n  train_batch_size: 16\n"
     )
     found = said(check(folder, MODEL + DATA + spoilt + raw))
     errors = {key for severity, key, _ in found if severity == "error"}
