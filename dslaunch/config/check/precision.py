@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dslaunch.config.check.context import Checker
+from dslaunch.config.check.context import PARENT, Checker
 from dslaunch.config.check.master_weights import check_master_weights
 from dslaunch.core.finding import Edit
 
@@ -184,7 +184,8 @@ def _check_autocast(checker: Checker) -> None:
 
 def _check_data_types(checker: Checker) -> None:
     short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "half": "fp16", "float": "fp32"}
-    if checker.get("communication_data_type") == "fp16" and checker.precision in ("bf16", "fp32"):
+    sent, wanted = checker.get("communication_data_type"), checker.on(PARENT, "zero_quantized_gradients")
+    if sent == "fp16" and checker.precision in ("bf16", "fp32") and not wanted:  # else its kernel takes fp16
         message = f"fp16 overflows where {checker.precision} does not"
         checker.report("risky", "warning", ("communication_data_type",), message, "use fp32, or leave it out")
     written = checker.get("data_types", "grad_accum_dtype")
