@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dslaunch.core.errors import ConfigError
 
+ALL_LINEAR = "all-linear"  # as a target of an adapter: all linear layers but the head
 _SHOWN = 3
 
 

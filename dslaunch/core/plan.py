@@ -107,9 +107,6 @@ class DataPlan:
     cache_dir: str | None = None  # absolute; None: $DSLAUNCH_CACHE/tokens
 
 
-ALL_LINEAR = "all-linear"  # in place of the names of all linear layers but the head
-
-
 @dataclass(frozen=True, kw_only=True)
 class AdapterPlan:
     """A LoRA or DoRA adapter, in peft's words."""
@@ -118,7 +115,7 @@ class AdapterPlan:
     r: int
     lora_alpha: float
     lora_dropout: float
-    target_modules: tuple[str, ...]
+    target_modules: tuple[str, ...]  # ("all-linear",) for every linear layer but the head
     use_rslora: bool = False
     modules_to_save: tuple[str, ...] = ()
     trainable_token_indices: tuple[int, ...] = ()  # rows of the embedding; those of new tokens besides

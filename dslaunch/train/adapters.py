@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from dslaunch.core.errors import ConfigError, one_line
-from dslaunch.core.plan import ALL_LINEAR, AdapterPlan
+from dslaunch.core.module_patterns import ALL_LINEAR
+from dslaunch.core.plan import AdapterPlan
 from dslaunch.train.new_tokens import rows_readable, rows_to_train
 
 

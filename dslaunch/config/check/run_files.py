@@ -29,7 +29,7 @@ from dslaunch.config.zero_auto import settle_zero
 from dslaunch.core.batch_size import ACCUMULATION, MICRO, TRAIN, WORLD
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.finding import Finding
-from dslaunch.core.plan import ALL_LINEAR
+from dslaunch.core.module_patterns import ALL_LINEAR
 
 if TYPE_CHECKING:
     from dslaunch.config.memory.tensors import ModelFacts

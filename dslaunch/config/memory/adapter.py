@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from dslaunch.config.memory.tensors import ModelFacts, Tensor
 from dslaunch.core.errors import ConfigError
-from dslaunch.core.plan import ALL_LINEAR, QuantizationPlan
+from dslaunch.core.module_patterns import ALL_LINEAR
+from dslaunch.core.plan import QuantizationPlan
 
 _NOT_LINEAR = ("embed_tokens", "wte", "wpe", "embed_in", "lm_head", "score")
 _CONV1D = ("c_attn", "c_proj", "c_fc")  # GPT-2: the weight is [in, out]

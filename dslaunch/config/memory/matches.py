@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from dslaunch.config.memory.adapter import linear_weights, tied_head
 from dslaunch.config.memory.tensors import ModelFacts, Tensor
+from dslaunch.core.module_patterns import ALL_LINEAR
 from dslaunch.core.parameter_groups import match_groups, match_names
-from dslaunch.core.plan import ALL_LINEAR, AdapterPlan, OptimizerPlan
+from dslaunch.core.plan import AdapterPlan, OptimizerPlan
 
 _PEFT = "base_model.model."
 _PARTS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".modules_to_save.")
