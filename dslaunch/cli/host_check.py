@@ -6,7 +6,7 @@ import dataclasses
 import signal
 from typing import TYPE_CHECKING
 
-import click
+from dslaunch.cli.talk import say
 
 if TYPE_CHECKING:
     from dslaunch.config.memory.setup import Setup
@@ -35,7 +35,7 @@ def check_host_memory(plan: RunPlan) -> None:
 def say_what_was_planned(plan: RunPlan, exit_code: int) -> None:
     """One more line of the last block where a rank was killed: often for want of memory."""
     if exit_code == 128 + signal.SIGKILL and (words := host_memory_in_words(plan)) is not None:
-        click.echo(f"  planned      {words}", err=True)  # also with -q, as the block is
+        say(f"  planned      {words}")  # as the block is
 
 
 def host_memory_in_words(plan: RunPlan) -> str | None:

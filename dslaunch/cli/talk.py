@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import click
-
+from dslaunch.core.tell import tell
 from dslaunch.core.verbosity import QUIET, verbosity
 
 
 def talk(text: str) -> None:
     """One line about what goes on."""
     if verbosity() > QUIET:
-        click.echo(text, err=True)
+        say(text)
+
+
+def say(text: str) -> None:
+    """The same, also with ``-q``: what belongs to how something ended."""
+    tell(text)
 
 
 def note(text: str) -> None:

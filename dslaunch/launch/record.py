@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from dslaunch.core.file_lock import LocksUnsupported, LockTimeout, exclusive
 from dslaunch.core.hostfile import render_hostfile
 from dslaunch.core.plan import SCHEMA_VERSION, LaunchPlan, RunPlan, from_json, load_run_plan, to_json
 from dslaunch.core.run_dir import RunDir
+from dslaunch.core.tell import tell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +114,9 @@ def hold_run_dir(run_dir: Path) -> Iterator[int | None]:
         except LockTimeout as error:
             raise in_use(run_dir, error.holder) from None
         except LocksUnsupported as error:
-            print(
+            tell(
                 f"dslaunch: {run_dir} is on a file system without locks ({error.strerror}): "
-                "see to it yourself that no second launch uses it",
-                file=sys.stderr,
+                "see to it yourself that no second launch uses it"
             )
             yield None
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import select
-import sys
+import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ from dslaunch.core.errors import (
 from dslaunch.core.events import JsonlWriter
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import RunDir
+from dslaunch.core.tell import tell
 from dslaunch.core.topology import Host, Topology
 from dslaunch.launch.signals import SignalInbox
 from dslaunch.launch.startup import HostsUnusable
@@ -68,7 +69,7 @@ def supervise_with_restarts(
             continue
         if restarts.is_crash_loop:
             text = f"{_FRUITLESS_STARTS} starts in a row failed before anything was gained: not started again"
-            print(f"dslaunch: a crash loop: {text}", file=sys.stderr, flush=True)
+            tell(f"dslaunch: a crash loop: {text}")
         assert last is not None
         if refusal is not None:
             _tell_refused(restarts.number, refusal, last, events)
@@ -165,7 +166,7 @@ def _tell_refused(
     number: int, refusal: EnvironmentNotReady, last: Outcome, events: JsonlWriter | None
 ) -> None:
     """A restart that could not be is not why the launch failed: that is what came before it."""
-    print(f"dslaunch: restart {number}: {refusal.message}", file=sys.stderr, flush=True)
+    tell(f"dslaunch: restart {number}: {refusal.message}")
     if events is not None:
         events.write("launch_end", exit_code=last.exit_code)
 
@@ -182,7 +183,7 @@ def _wait(restart: Restart, signals: SignalInbox, events: JsonlWriter | None) ->
     """Wait before a start; False where a signal comes first."""
     without = f" without {', '.join(restart.left_out)}" if restart.left_out else ""
     text = f"dslaunch: starting again{without} in {restart.delay_s:g} s (restart {restart.number})"
-    print(text, file=sys.stderr, flush=True)
+    tell(text)
     if events is not None:
         events.write(
             "restart", number=restart.number, delay_s=restart.delay_s, left_out=list(restart.left_out)
@@ -191,4 +192,10 @@ def _wait(restart: Restart, signals: SignalInbox, events: JsonlWriter | None) ->
     while not signals.pending and (left := deadline - time.monotonic()) > 0:
         select.select([signals.fd], [], [], left)
         signals.drain()
-    return not signals.pending
+    if not signals.pending:
+        return True
+    name = signal.Signals(signals.pending[0][0]).name
+    tell(f"dslaunch: {'Ctrl-C' if name == 'SIGINT' else name}: not started again")
+    if events is not None:
+        events.write("launcher_signal", signal=name)
+    return False

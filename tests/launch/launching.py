@@ -54,6 +54,7 @@ class Launched:
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
         stdout: Any = subprocess.PIPE,
+        stderr: Any = subprocess.PIPE,
     ) -> None:
         self.run_dir = run_dir
         self.mark = uuid.uuid4().hex
@@ -64,7 +65,7 @@ class Launched:
             env={**os.environ, **(env or {}), _MARK: self.mark},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             start_new_session=True,
         )
 

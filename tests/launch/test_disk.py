@@ -76,6 +76,16 @@ def test_output_that_cannot_be_written_is_said(launch: Launch) -> None:
     assert "rank 0's output could not all be written here: No space left on device; see " in err
 
 
+def test_where_nothing_can_be_said_the_ranks_run_and_end_all_the_same(launch: Launch) -> None:
+    with open("/dev/full", "wb") as full:
+        launched = launch(
+            python("print('hello'); sys.exit(9 if 'DSLAUNCH_RESTART_COUNT' not in os.environ else 7)"),
+            "--max-restarts", "1", stdout=full, stderr=full,
+        )  # fmt: skip
+        assert launched.process.wait(60) == 7
+    assert len(launched.events("launch_start")) == 2
+
+
 def test_a_log_that_cannot_be_opened_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "run" / "logs" / "rank-1.log").mkdir(parents=True)
     with pytest.raises(Exception, match=r"cannot write .*rank-1\.log: Is a directory; nothing was started"):

@@ -167,7 +167,10 @@ def test_a_cancel_while_it_waits_is_the_end(launch: Launch, tmp_path: Path) -> N
     launched = launch(python("sys.exit(9)"), "--max-restarts", "3")
     wait_until(lambda: launched.events("restart"), "it waits")
     launched.process.send_signal(signal.SIGINT)
-    assert launched.wait()[0] == 9
+    code, _, err = launched.wait()
+    assert code == 9
+    assert err.endswith("dslaunch: Ctrl-C: not started again\n")
+    assert [event["signal"] for event in launched.events("launcher_signal")] == ["SIGINT"]
     assert len(launched.events("launch_start")) == 1
 
 
