@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dslaunch.cli.talk import note
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -41,6 +43,8 @@ def command(run_dir: str, ranks: str | None, lines: int, follow: bool) -> None:
         prefix = "" if len(shown) == 1 else f"rank {span(members)}| "
         for line in tail:
             click.echo(prefix + line)
+    if lines and not follow and not any(tail.lines for tail in tails.values()):
+        note(f"rank{'s' if len(tails) > 1 else ''} {span(sorted(tails))} wrote nothing")
     if follow:
         places = {rank: tail.end for rank, tail in tails.items()}
         for rank, line in rank_logs.follow(path, places, lambda: is_over(path)):

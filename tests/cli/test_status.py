@@ -94,3 +94,15 @@ def test_what_is_not_there(
     (tmp_path / "run/plan.json").write_text('{"name": "x"}')
     (tmp_path / "run/logs/rank-0.log").touch()
     assert said(capsys, *argv, code=2).startswith(message)
+
+
+def test_logs_that_are_empty_are_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run/logs").mkdir(parents=True)
+    (tmp_path / "run/plan.json").write_text('{"name": "x"}')
+    for rank in (0, 1):
+        (tmp_path / f"run/logs/rank-{rank}.log").touch()
+    assert main(["logs", "run", "--rank", "all"]) == 0
+    assert capsys.readouterr() == ("", "note: ranks 0-1 wrote nothing\n")
