@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -295,6 +297,15 @@ def test_a_byte_order_mark_and_crlf_hide_no_other_problem(tmp_path: Path, newlin
     assert caught.value.problems[0].message == f"{file}:1: a byte order mark (BOM) stands before the text"
 
 
+@pytest.fixture
+def python_depth() -> Iterator[None]:
+    """Python's own recursion limit, which a library that another test needs may have raised."""
+    raised = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(raised)
+
+
 @pytest.mark.parametrize(
     ("data", "part"),
     [
@@ -309,7 +320,7 @@ def test_a_byte_order_mark_and_crlf_hide_no_other_problem(tmp_path: Path, newlin
         (b"a: " + b"[" * 900 + b"]" * 900, "nested too deeply"),
     ],
 )
-def test_text_that_is_no_run_file(tmp_path: Path, data: bytes, part: str) -> None:
+def test_text_that_is_no_run_file(tmp_path: Path, python_depth: None, data: bytes, part: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_bytes(data)
     with pytest.raises(ConfigError) as caught:
