@@ -57,6 +57,16 @@ def test_two_hosts_train_as_two_ranks_of_one_do(bed: Testbed, here: Path) -> Non
     assert len(losses("two-hosts")) == 3
     assert losses("two-hosts") == losses("one-host")
     assert not Path("two-hosts/.seen-by-all-hosts").exists()
+    # A step of it again, on its hosts: from the start, as no checkpoint lies before it.
+    words = ["replay", "two-hosts", "--step", "2", "--json"]
+    replay = subprocess.run(
+        [*bed.hub(), sys.executable, "-m", "dslaunch", *words], capture_output=True, text=True, timeout=240
+    )
+    assert replay.returncode == 1, replay.stderr  # all was finite
+    report = json.loads(replay.stdout)
+    assert (report["world_size"], report["findings"]) == (2, [])
+    assert [len(of_rank) for of_rank in report["losses"]] == [2, 2]  # of each rank's micro-batches
+    assert Path("two-hosts/replays/step-2/hostfile").read_text() == Path("two-hosts/hostfile").read_text()
 
 
 FAULTS = ("--set", "train_batch_size=2", "--set", "max_steps=100000")
