@@ -83,6 +83,7 @@ def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest, *, dry_run: b
     Raises ConfigError or EnvironmentNotReady.
     """
     from dslaunch.cli.host_check import check_host_memory
+    from dslaunch.cli.plan_memory import check_conflicts
     from dslaunch.cli.talk import note
     from dslaunch.core.plan import RunPlan
     from dslaunch.launch.ready import check_packages, check_ready, check_recorded_paths, open_files_problem
@@ -93,6 +94,7 @@ def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest, *, dry_run: b
     if isinstance(plan, RunPlan):
         check_packages(plan)
         check_recorded_paths(plan)
+        check_conflicts(plan)
         check_host_memory(plan)
     check_run_dir_of(plan, request)
 

@@ -69,6 +69,10 @@ def matches(plan: RunPlan, memory: Memory, loaded: LoadedSpec[Any]) -> Mapping[s
     from dslaunch.config.memory.matches import matches_of_run
 
     setup = memory.setup
+    if found := conflicts(plan, setup.model):
+        raise ConfigErrors(
+            [ConfigError(f"{loaded.where(key)}{error.message}", hint=error.hint) for key, error in found]
+        )
     try:
         return matches_of_run(setup.model, setup.trainable, plan.adapter, plan.optimizer)
     except ConfigError as error:
@@ -83,6 +87,37 @@ def _check_names(facts: ModelFacts, adapter: AdapterPlan, loaded: LoadedSpec[Any
         raise ConfigErrors(
             [ConfigError(f"{loaded.where(key)}{error.message}", hint=error.hint) for key, error in problems]
         )
+
+
+def conflicts(plan: RunPlan, facts: ModelFacts) -> list[tuple[str, ConfigError]]:
+    """What ``plan`` asks of modules of its model that they cannot do, by key."""
+    from dslaunch.config.memory.conflicts import find_conflicts
+
+    return find_conflicts(
+        facts,
+        plan.adapter,
+        plan.model.quantization_config,
+        fp32_modules=() if plan.precision == "fp32" else plan.fp32_modules,
+        num_new_tokens=len(plan.model.new_tokens),
+    )
+
+
+def check_conflicts(plan: RunPlan) -> None:
+    """Raises ConfigErrors where there are any, and the model is on this machine."""
+    path = local_model(plan.model.kind, plan.model.path, plan.model.revision)
+    try:
+        facts = None if path is None else _load(path)
+    except ConfigError:
+        return  # the ranks say what is wrong with the model
+    if facts is None:
+        return
+    problems = []
+    for key, error in conflicts(plan, facts):
+        origin = plan.origins.get(key)  # a recorded plan may be of an older version
+        where = f"{origin.source}: " if origin is not None and ":" in origin.source else ""
+        problems.append(ConfigError(f"{where}{error.message}", hint=error.hint))
+    if problems:
+        raise ConfigErrors(problems)
 
 
 def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:

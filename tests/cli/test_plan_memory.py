@@ -263,6 +263,29 @@ def test_a_group_that_matches_no_parameter_is_said_by_plan_and_check_alike(
         assert "optimizer.groups" not in checked
 
 
+def test_what_a_quantised_module_cannot_do_is_said_by_plan_and_check_alike(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = RUN.replace("model: model", "model: {path: model, quantization_config: {load_in_4bit: true}}")
+    text = text.replace("r: 4}", "r: 4, modules_to_save: [q_proj], trainable_token_indices: [9999]}")
+    (here / "run.yaml").write_text(f"{text}fp32_modules: [self_attn]\n")
+    says = [
+        ("run.yaml:4", "adapter.modules_to_save: q_proj is quantised, and quantised weights are not trained"),
+        ("run.yaml:4", "adapter.trainable_token_indices: 9999 is no row of the embedding, which has 384"),
+        (
+            "run.yaml:10",
+            "fp32_modules: model.layers.0.self_attn.q_proj.weight is quantised, and cannot be fp32",
+        ),
+    ]
+    assert main(["plan", "run.yaml"]) == 2
+    planned = capsys.readouterr().err
+    assert main(["check", "run.yaml"]) == 1
+    checked = capsys.readouterr().out
+    for place, message in says:
+        assert f"{place}: {message}\n" in planned
+        assert f"{place}: error: {message} [run-file]\n" in checked
+
+
 def test_check_takes_patterns_on_trust_where_the_model_is_elsewhere(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

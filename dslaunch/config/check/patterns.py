@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dslaunch.config.quantization import assumed_quantization
 from dslaunch.config.report import Problem, Report
 from dslaunch.config.spec import RunSpec
 from dslaunch.core.errors import ConfigError
@@ -15,13 +16,22 @@ if TYPE_CHECKING:
 
 
 def has_patterns(spec: RunSpec) -> bool:
-    """Whether there is a pattern to match with the model's parameters."""
-    optimizer = spec.optimizer
+    """Whether there is a pattern or a name to hold against the model's parameters."""
+    optimizer, adapter = spec.optimizer, spec.adapter
+    if spec.model.quantization_config is not None and spec.fp32_modules:
+        return True
+    if adapter is not None and (
+        adapter.modules_to_save or adapter.trainable_token_indices or spec.model.new_tokens
+    ):
+        return True
     return bool(optimizer.groups or optimizer.no_decay or optimizer.loraplus_lr_ratio is not None)
 
 
 def pattern_problems(loaded: LoadedSpec[RunSpec], model: ModelFacts) -> list[Problem]:
-    """The first pattern that means nothing, at its key. None where the adapter itself matches nothing."""
+    """What names ask of modules that cannot do it, and the first pattern of the optimizer that means nothing.
+
+    Nothing where the adapter itself matches no layer.
+    """
     from dslaunch.config.memory.adapter import adapter_tensors
     from dslaunch.config.memory.matches import matches_of_run
 
@@ -40,11 +50,31 @@ def pattern_problems(loaded: LoadedSpec[RunSpec], model: ModelFacts) -> list[Pro
         except ConfigError:
             return []
     report = Report(loaded)
+    for key, error in _conflicts(loaded.spec, adapter, model):
+        report.fail(key, error.message, error.hint)
     try:
         matches_of_run(model, trainable, adapter, _optimizer(loaded.spec))
     except ConfigError as error:
         report.fail(error.message.split(":")[0].split(" ")[0], error.message, error.hint)
     return report.problems
+
+
+def _conflicts(
+    spec: RunSpec, adapter: AdapterPlan | None, model: ModelFacts
+) -> list[tuple[str, ConfigError]]:
+    from dslaunch.config.memory.conflicts import find_conflicts
+
+    patterns = spec.fp32_modules if spec.precision in ("bf16", "fp16") else ()
+    try:
+        return find_conflicts(
+            model,
+            adapter,
+            assumed_quantization(spec.model.quantization_config),
+            fp32_modules=patterns,
+            num_new_tokens=len(spec.model.new_tokens),
+        )
+    except ConfigError:  # a pattern of fp32_modules that matches nothing, which is said
+        return []
 
 
 def _adapter(spec: RunSpec) -> AdapterPlan | None:

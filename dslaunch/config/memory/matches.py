@@ -12,6 +12,7 @@ from dslaunch.core.plan import AdapterPlan, OptimizerPlan
 
 _PEFT = "base_model.model."
 _PARTS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".modules_to_save.")
+_EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 _SHOWN = 3
 
 Matches = dict[str, tuple[str, ...]]  # "KEY PATTERN" -> names
@@ -82,6 +83,12 @@ def _embedding_names(facts: ModelFacts, adapter: AdapterPlan) -> Iterator[str]:
         yield f"{_PEFT}{module}.lora_embedding_B.default"
 
 
+def embedding_of(facts: ModelFacts) -> Tensor | None:
+    """The weight of the input embedding; None where no tensor has a name that is known for one."""
+    named = (t for t in facts.tensors if t.name.split(".")[-2:] in [[name, "weight"] for name in _EMBEDDINGS])
+    return next(named, None)
+
+
 def _embedding(facts: ModelFacts) -> str:
-    """Its name: no model has a parameter before it."""
-    return facts.tensors[0].name.rpartition(".")[0]
+    tensor = embedding_of(facts)
+    return "model.embed_tokens" if tensor is None else tensor.name.rpartition(".")[0]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from dslaunch.config.memory.adapter import adapter_tensors
+from dslaunch.config.memory.conflicts import find_conflicts
 from dslaunch.config.memory.matches import match_rows, matches_of_run, trained_names
 from dslaunch.config.memory.model import load_model_facts
 from dslaunch.core.errors import ConfigError
-from dslaunch.core.plan import AdapterPlan, ModelPlan, OptimizerPlan, ParamGroupPlan
+from dslaunch.core.plan import AdapterPlan, ModelPlan, OptimizerPlan, ParamGroupPlan, QuantizationPlan
 from tests.support.plans import LORA
 from tests.support.tiny import make_tiny_model_dir
 
@@ -92,3 +93,67 @@ def test_a_pattern_that_matches_nothing_is_an_error(model_dir: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"{key} matches no trained parameter"):
             matches_of_run(facts, tensors, None, plan)
+
+
+FOUR = QuantizationPlan(load_in_4bit=True)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "quantization", "fp32_modules", "key", "says"),
+    [
+        (
+            replace(LORA, modules_to_save=("q_proj",)), FOUR, (), "adapter.modules_to_save",
+            "q_proj is quantised, and quantised weights are not trained",
+        ),
+        (
+            replace(LORA, trainable_token_indices=(384,)), None, (), "adapter.trainable_token_indices",
+            "384 is no row of the embedding, which has 384",
+        ),
+        (
+            replace(LORA, trainable_token_indices=(3,), target_modules=("q_proj", "embed_tokens")), None, (),
+            "adapter.target_modules",
+            "model.embed_tokens has rows to train, and cannot have an adapter as well",
+        ),
+        (
+            LORA, FOUR, ("*norm*", "self_attn"), "fp32_modules",
+            "model.layers.0.self_attn.q_proj.weight is quantised, and cannot be fp32",
+        ),
+    ],
+    ids=["saved", "row", "embedding", "fp32"],
+)  # fmt: skip
+def test_what_modules_cannot_do_is_known_from_their_names(
+    model_dir: Path, adapter: Any, quantization: Any, fp32_modules: Any, key: str, says: str
+) -> None:
+    """And the ranks, which have the model itself, say the same."""
+    facts = load_model_facts(model_dir)
+    ((found, error),) = find_conflicts(
+        facts, adapter, quantization, fp32_modules=fp32_modules, num_new_tokens=0
+    )
+    assert (found, error.message) == (key, f"{key}: {says}")
+    plan = ModelPlan(path=str(model_dir), kind="directory", quantization_config=quantization)
+    with pytest.raises(ConfigError) as of_ranks:
+        load_as_a_rank(plan, adapter, fp32_modules)
+    assert (of_ranks.value.message, of_ranks.value.hint) == (error.message, error.hint)
+
+
+def load_as_a_rank(plan: ModelPlan, adapter: AdapterPlan, fp32_modules: Any) -> None:
+    import torch
+
+    from dslaunch.train.adapters import add_adapter
+    from dslaunch.train.fp32_modules import Fp32Modules
+    from dslaunch.train.model import load_base_model, load_config
+    from dslaunch.train.quantization import check_trained_whole
+
+    if plan.quantization_config is not None:
+        check_trained_whole(plan.quantization_config, load_config(plan, plan.path), adapter)
+    model = load_base_model(plan, torch.float32)
+    if fp32_modules:
+        Fp32Modules(model, fp32_modules)
+    add_adapter(model, adapter)
+
+
+def test_what_modules_can_do_is_let_pass(model_dir: Path) -> None:
+    adapter = replace(LORA, modules_to_save=("lm_head", "embed_tokens"), trainable_token_indices=(383, 385))
+    kept = replace(FOUR, llm_int8_skip_modules=("q_proj",))
+    facts = load_model_facts(model_dir)
+    assert find_conflicts(facts, adapter, kept, fp32_modules=("*norm*", "q_proj"), num_new_tokens=2) == []
