@@ -158,6 +158,7 @@ def _check_python(say: _Sayer, facts: HostFacts, wanted: Wanted) -> None:
 
 def _check_devices(say: _Sayer, one: Probed, inventory: Inventory, wanted: Wanted) -> None:
     from dslaunch.launch.local import missing_slots
+    from dslaunch.launch.preflight import kind_doubts
 
     assert one.facts is not None
     if wanted.device_type != "cuda":
@@ -174,14 +175,8 @@ def _check_devices(say: _Sayer, one: Probed, inventory: Inventory, wanted: Wante
             "correct its slots, or use --gpu cpu for ranks on the CPU",
         )
         return
-    planned = {device.arch for device in wanted.devices}
-    others = sorted({str(device) for device in by_id.values() if device.arch not in planned})
-    if others and planned and "" not in planned:
-        say.fail(
-            "device-kind",
-            f"the plan is for {', '.join(sorted(map(str, wanted.devices)))}, but it has {', '.join(others)}",
-            "name what the hosts have with --gpu, or give --inventory",
-        )
+    for doubt in kind_doubts(by_id.values(), wanted.devices):
+        say.fail(doubt.code, doubt.message, doubt.hint)
 
 
 def _check_compilers(say: _Sayer, facts: HostFacts, wanted: Wanted) -> None:

@@ -247,6 +247,7 @@ class LaunchPlan:
     ddp_timeout_s: float = 1800.0  # of our own worker's process group
     max_restarts: int = 0
     local_rank_arg: str | None = None  # a last word for each rank, NAME=its local rank, where asked for
+    devices: tuple[str, ...] = ()  # names of the GPUs that it was planned for, where that is known
     spare_hosts: tuple[Host, ...] = ()  # of the hostfile, beyond num_nodes: for hosts that fail again
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+
+from dslaunch.core.devices import Device, named_device
 
 GIB = 2**30
 _SHM_PER_RANK = GIB
@@ -116,19 +118,28 @@ def ready_host(name: str, num_ranks: int, said: Mapping[str, Any], now: float) -
 
 
 def find_doubts(
-    hosts: Sequence[ReadyHost], *, clears_locks: bool, held_here: Set[str] = frozenset()
+    hosts: Sequence[ReadyHost],
+    *,
+    clears_locks: bool,
+    held_here: Set[str] = frozenset(),
+    planned: Sequence[str] = (),
 ) -> list[str]:
     """A note for each, lines of a table behind the first line where they differ.
 
     ``clears_locks``: the ranks are our trainer's, which removes locks that killed builds left;
-    ``held_here``: those that a process of this machine has open, which need be none of the hosts.
+    ``held_here``: those that a process of this machine has open, which need be none of the hosts;
+    ``planned``: names of the GPUs that the plan is for, where it names any.
     """
+    kinds = [named_device(name) for name in planned]
     doubts = _differences_in_words(hosts)
     alike: dict[tuple[str, str], list[str]] = {}
     held = held_locks([host.surroundings for host in hosts]) | held_here
     middle = median(host.skew_s for host in hosts)
     for host in hosts:
-        for doubt in _doubts_of(host, middle, held, clears_locks=clears_locks):
+        for doubt in (
+            *kind_doubts(map(named_device, host.gpus), kinds),
+            *_doubts_of(host, middle, held, clears_locks=clears_locks),
+        ):
             alike.setdefault((doubt.message, doubt.hint), []).append(host.name)
     return doubts + [f"{_names(names)}: {what}; {hint}" for (what, hint), names in alike.items()]
 
@@ -186,6 +197,16 @@ def cache_doubts(found: Surroundings) -> Iterator[Doubt]:
     if inodes is not None and inodes < _LEAST_INODES:
         problem = f"only {inodes} files more fit on the file system of {found.cache_path}"
         yield Doubt("cache", problem, short)
+
+
+def kind_doubts(found: Iterable[Device], planned: Collection[Device]) -> Iterator[Doubt]:
+    """GPUs of another kind than the plan is for; none where it, or they, are not known."""
+    archs = {device.arch for device in planned}
+    others = sorted({str(device) for device in found if device.arch and device.arch not in archs})
+    if others and archs and "" not in archs:
+        wanted = ", ".join(sorted(map(str, planned)))
+        problem = f"the plan is for {wanted}, but it has {', '.join(others)}"
+        yield Doubt("device-kind", problem, "name what the hosts have with --gpu, or give --inventory")
 
 
 def limit_doubts(found: Surroundings, num_ranks: int) -> Iterator[Doubt]:

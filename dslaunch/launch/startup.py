@@ -309,7 +309,8 @@ class Startup:
         """What the user should know of the hosts before their ranks start."""
         hosts = [host for _, host in sorted(self._ready_hosts.items())]
         locks = {lock.path for host in hosts for lock in host.surroundings.locks}
-        return find_doubts(hosts, clears_locks=self.own_worker, held_here=held_here(locks))
+        held = held_here(locks)
+        return find_doubts(hosts, clears_locks=self.own_worker, held_here=held, planned=self.plan.devices)
 
     def refusal(self) -> HostsUnusable | None:
         """The error that names every host that cannot be used, and why."""

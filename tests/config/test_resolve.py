@@ -361,6 +361,7 @@ def test_environment_values_are_kept_byte_for_byte() -> None:
 def test_local_gpus_are_the_slots() -> None:
     plan = plan_of(SMALL, inventory=gpus("a100", "a100"))
     assert (plan.precision, plan.launch.device_type, plan.batch.world_size) == ("bf16", "cuda", 2)
+    assert plan.launch.devices == ("a100",)
     assert "torch_adam" not in plan.optimizer.params
 
 

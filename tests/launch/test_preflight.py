@@ -80,6 +80,17 @@ def test_other_gpus() -> None:
     assert ready_host("a", 1, {**SAID, "gpus": ["A", "A", "B"]}, now=0.0).gpus == ("A", "B")
 
 
+def test_gpus_of_another_kind_than_the_plan_is_for() -> None:
+    hosts = [replace(host, gpus=("Tesla V100-SXM2-32GB",)) for host in NODES]
+    assert doubts(hosts, planned=["a100"]) == [
+        "a, b, c: the plan is for a100 (sm_80), but it has v100 (sm_70);"
+        " name what the hosts have with --gpu, or give --inventory"
+    ]
+    for planned in (["v100"], ["a100", "v100"], [], ["some-gpu"]):
+        assert doubts(hosts, planned=planned) == []
+    assert doubts([replace(host, gpus=("Some GPU",)) for host in NODES], planned=["a100"]) == []
+
+
 FULL = Space(total_bytes=9 * GIB, free_bytes=100 * 2**20, free_inodes=7)
 SHORT = "; free some, or set DSLAUNCH_CACHE to another file system"
 
