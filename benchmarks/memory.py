@@ -55,6 +55,7 @@ class Case:
     sub_group_size: int = 1_000_000_000
     bucket: int = 20_000
     hpz: int = 1
+    ratio: float = 1.0  # of offload_optimizer, stage 3: the part of the sub-groups that goes to the host
     engine: str = "deepspeed"
     optimizer: str = "AdamW"
     task: str = "sft"  # "dpo" has a frozen reference beside it, "ppo" a reward model and a critic as well
@@ -70,6 +71,7 @@ class Case:
         parts += [f"bucket{self.bucket}"] if self.bucket != BUCKET else []
         parts += [f"group{self.sub_group_size}"] if self.sub_group_size < 1_000_000_000 else []
         parts += [f"hpz{self.hpz}"] if self.hpz > 1 else []
+        parts += [f"ratio{self.ratio}"] if self.ratio < 1 else []
         return " ".join(filter(None, parts))
 
 
@@ -95,6 +97,7 @@ def cases(everything: bool) -> Iterator[Case]:
     yield Case(3, offload="optimizer+param", sub_group_size=20_000)
     for method in ("full", "lora"):
         yield Case(3, method, hpz=2)
+    yield Case(3, offload="optimizer", sub_group_size=20_000, ratio=0.3)
     for stage in (2, 3):
         yield Case(stage, task="dpo")
         yield Case(stage, task="ppo")
@@ -118,6 +121,10 @@ def cases(everything: bool) -> Iterator[Case]:
         for accumulation in (1, 2):
             yield Case(stage, "qlora", accumulation=accumulation)
     yield Case(3, sub_group_size=20_000)
+    for ratio, group in ((0.75, 20_000), (0.5, 30_000), (0.9, 1_000_000_000), (0.0, 20_000)):
+        yield Case(3, offload="optimizer", sub_group_size=group, ratio=ratio)
+    yield Case(3, "lora", offload="optimizer", sub_group_size=500, ratio=0.6)
+    yield Case(3, precision="fp32", offload="optimizer", sub_group_size=20_000, ratio=0.6, accumulation=2)
     for stage in (1, 3):
         yield Case(stage, offload="optimizer")
     for stage in range(4):
@@ -168,6 +175,8 @@ def ds_config(case: Case) -> dict[str, Any]:
         zero["zero_hpz_partition_size"] = case.hpz
     for part in filter(None, case.offload.split("+")):
         zero[f"offload_{part}"] = {"device": "cpu", "pin_memory": False}
+        if part == "optimizer" and case.ratio < 1:
+            zero["offload_optimizer"]["ratio"] = case.ratio
         if part in case.nvme.split("+"):
             zero[f"offload_{part}"] |= {"device": "nvme", "nvme_path": str(Path(tempfile.gettempdir()))}
     if "param" in case.nvme:
@@ -203,7 +212,7 @@ def optimizer_plan(case: Case) -> Any:
     params = {key: value for key, value in kind.defaults.items() if value is not None} | {"lr": 1e-4}
     params |= {"momentum": 0.9} if case.optimizer == "SGD" else {}
     ours = kind.ours or case.optimizer == "Lion" or case.engine == "torch"
-    if case.optimizer == "AdamW" and not ours:
+    if case.optimizer == "AdamW" and not ours and case.ratio == 1:
         params["torch_adam"] = True
     made_by = "dslaunch" if ours else "deepspeed"
     return OptimizerPlan(type=case.optimizer, lr=1e-4, params=params, made_by=made_by)
@@ -331,12 +340,13 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
         if case.engine == "torch":
             engine = torch_engine(case, model)
         else:
-            engine = deepspeed.initialize(
-                model=model,
-                config=ds_config(case),
-                optimizer=build_optimizer(optimizer_plan(case), model),
-                model_parameters=trained,
-            )[0]
+            with device_apart(case):
+                engine = deepspeed.initialize(
+                    model=model,
+                    config=ds_config(case),
+                    optimizer=build_optimizer(optimizer_plan(case), model),
+                    model_parameters=trained,
+                )[0]
         others = other_engines(case)
         ids = torch.arange(16).unsqueeze(0)
         ignore.add(ids.untyped_storage().data_ptr())
@@ -359,6 +369,8 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
             engine.step()
         inner.step = stepped
         seen["rest"] = live_bytes(engine, ignore)
+        if case.ratio < 1:
+            seen |= states_by_side(engine.optimizer)
         before = []
         for step in range(repeats):
             with record_function(f"dslaunch passes {step}"):
@@ -374,6 +386,53 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
         if hasattr(part, "destroy"):
             part.destroy()
     return seen
+
+
+@contextlib.contextmanager
+def device_apart(case: Case) -> Iterator[None]:
+    """Where a part of the sub-groups stays on the device: lets DeepSpeed tell the device from the host.
+
+    On CPUs both are called cpu; here the device is cpu:0, which is the same memory. DeepSpeed takes
+    its CPU Adam alone for this, whose kernel (it allocates nothing) need not be compiled: torch does the sum.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    if case.ratio == 1:
+        yield
+        return
+    accelerator, load = get_accelerator(), CPUAdamBuilder.load
+    accelerator._name, CPUAdamBuilder.load = "cpu:0", lambda self, verbose=False: AdamInTorch()
+    try:
+        yield
+    finally:
+        accelerator._name, CPUAdamBuilder.load = "cpu", load
+
+
+class AdamInTorch:
+    """The calls of DeepSpeed's cpu_adam op, in place and without a temporary."""
+
+    def create_adam(self, *args: Any) -> None: ...
+
+    def destroy_adam(self, *args: Any) -> None: ...
+
+    def adam_update(self, number: int, step: int, lr: float, b1: float, b2: float, *args: Any) -> None:
+        *_, weights, gradient, mean, square = args
+        mean.lerp_(gradient, 1 - b1)
+        square.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+        weights.addcdiv_(mean, gradient.copy_(square).sqrt_().add_(1e-8), value=-lr)
+
+
+def states_by_side(optimizer: Any) -> dict[str, int]:
+    """Bytes of states in DeepSpeed's own assignment of sub-groups to device and host."""
+    found = {"states on the device": 0, "states in the host": 0}
+    for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
+        in_host = optimizer.subgroup_to_device[number] == "cpu"
+        updating = optimizer.optimizer if in_host else optimizer.backup_optimizer
+        states = [value for value in updating.state[master].values() if getattr(value, "ndim", 0)]
+        side = "states in the host" if in_host else "states on the device"
+        found[side] += sum(storages([master, master.grad, *states]).values())
+    return found
 
 
 def run_passes(engine: Any, case: Case, ids: Any) -> None:
@@ -486,6 +545,7 @@ def setup_of(case: Case, world_size: int) -> Any:
             stage3_param_persistence_threshold=THRESHOLD,
             offload_optimizer=where("optimizer"),
             offload_param=where("param"),
+            optimizer_ratio=case.ratio,
             param_buffer_size=NVME_BUFFER,
             max_in_cpu=NVME_IN_CPU,
         ),
@@ -527,6 +587,8 @@ def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
     rest = rest_size([*items, *host])
     if case.task != "sft":
         return {"rest": rest}
+    if case.ratio < 1:
+        return {"rest": rest, **planned_by_side(setup, rank)}
     if case.offload:
         # On a CPU both sides of an offload are one memory: only their sum can be told.
         both = [*items, *host]
@@ -539,6 +601,17 @@ def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
         "optimizer entry": size_at(update, UPDATE),
         "step peak": max(size_at(items, CONVERT), size_at(items, UPDATE)),
     }
+
+
+def planned_by_side(setup: Any, rank: int) -> dict[str, int]:
+    """What the plan for a GPU says of the states that DeepSpeed assigns by sub-groups."""
+    from dslaunch.config.memory.items import rest_size
+    from dslaunch.config.memory.offload import rank_items
+
+    names = ("fp32 master weights", "optimizer states", "fp32 gradients")
+    sides = rank_items(dataclasses.replace(setup, device_type="cuda"), rank)
+    sizes = [rest_size(item for item in side if item.name in names) for side in sides]
+    return dict(zip(("states on the device", "states in the host"), sizes, strict=True))
 
 
 ADVISED = (

@@ -117,7 +117,7 @@ def _divided_by_ratio(setup: Setup) -> tuple[list[Item], list[Item]]:
     """(device items, host items) of the states: with a ratio below 1 the first sub-groups stay on the device.
 
     torch's AdamW updates those; their 16-bit gradients are in the host all the same (stage3.py,
-    subgroup_to_device). On a CPU both are one memory and one optimizer.
+    subgroup_to_device, measured). Planned for a CPU both are one memory.
     """
     sizes = [sum(group) for group in sub_groups(setup)]
     ratio = setup.zero.optimizer_ratio if setup.device_type != "cpu" else 1.0
