@@ -52,7 +52,7 @@ def resolve_quantization(
     if spec is None:
         if on_disk is not None:
             with report.catching("model.path"):
-                raise undeclared(on_disk, "model.path")
+                raise undeclared(plan_on_disk(on_disk), "model.path")
         return None
     if spec.load_in_4bit == spec.load_in_8bit:
         said = "both are" if spec.load_in_4bit else "neither is"

@@ -219,11 +219,11 @@ def _setup(
 
 
 def _plan(setup: Setup, capacity: float | None, host: float | None) -> MemoryPlan:
-    """By what is counted alone; _reason says what is not."""
+    """By what is counted alone; :func:`_reason` says what is not."""
     from dslaunch.config.memory.planner import plan_memory
 
-    counted = dataclasses.replace(setup.zero, uncounted=(), overcounted=())
-    return plan_memory(dataclasses.replace(setup, zero=counted), capacity, host_gib=host)
+    plan = plan_memory(setup, capacity, host_gib=host)
+    return dataclasses.replace(plan, uncounted=(), overcounted=())
 
 
 def _host_gib(spec: EngineSpec, hosts: ResolvedHosts, facts: Facts) -> float | None:
@@ -244,9 +244,11 @@ def _with_choice(
 
 
 def _reason(tried: list[_Tried[S]]) -> str:
+    from dslaunch.config.memory.zeropp import uncounted_keys
+
     setup, said = tried[-1].setup, f"{tried[-1]} fits: {_need(tried[-1].plan)}"
-    if setup.zero_stage == 3 and setup.zero.uncounted:
-        said += f" without what {', '.join(setup.zero.uncounted)} changes, which is not counted"
+    if uncounted := uncounted_keys(setup):
+        said += f" without what {', '.join(uncounted)} changes, which is not counted"
     if setup.zero.overcounted:
         said += f" (what {', '.join(setup.zero.overcounted)} saves is not counted)"
     return said if len(tried) == 1 else f"{said}; {tried[-2]} would take {_excess(tried[-2].plan)}"

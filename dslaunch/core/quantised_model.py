@@ -11,10 +11,12 @@ from dslaunch.core.plan import QuantizationPlan
 
 def plan_on_disk(block: Mapping[str, Any]) -> QuantizationPlan:
     """``quantization_config`` of a config.json. Raises ConfigError for what bitsandbytes did not write."""
-    method = block.get("quant_method")
+    by_flags = "bitsandbytes" if block.get("load_in_4bit") or block.get("load_in_8bit") else None
+    method = block.get("quant_method", by_flags)  # bitsandbytes alone once wrote no name
     if method != "bitsandbytes":
         raise ConfigError(
-            f"the model's weights are quantised by {method}; adapters are trained on bitsandbytes' alone",
+            f"the model's weights are quantised by {method or 'what is not named'}; adapters are trained on"
+            " bitsandbytes' alone",
             hint="take the model that is not quantised, and model.quantization_config: {load_in_4bit: true}",
         )
     skip = tuple(block.get("llm_int8_skip_modules") or ())
@@ -30,9 +32,8 @@ def plan_on_disk(block: Mapping[str, Any]) -> QuantizationPlan:
     )
 
 
-def undeclared(block: Mapping[str, Any], where: str) -> ConfigError:
+def undeclared(there: QuantizationPlan, where: str) -> ConfigError:
     """What to say where the run file says nothing of a model's quantisation: never a silent choice."""
-    there = plan_on_disk(block)
     bits = "load_in_8bit" if there.load_in_8bit else "load_in_4bit"
     return ConfigError(
         f"{where}: the model's weights are quantised already ({there}), and model.quantization_config does"

@@ -55,7 +55,7 @@ def loading_arguments(plan: QuantizationPlan | None, config: Any, dtype: torch.d
             return {}
         return {"quantization_config": bitsandbytes_config(plan, dtype, _skipped(plan, config))}
     if plan is None:
-        raise undeclared(on_disk, "model.path")
+        raise undeclared(plan_on_disk(on_disk), "model.path")
     check_on_disk(plan, on_disk, dtype)
     check_bitsandbytes()
     config.quantization_config = {**on_disk, "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch.")}

@@ -216,6 +216,19 @@ def test_what_is_quantised_on_disk_is_never_taken_for_something_else(
     assert message in error.value.message
 
 
+def test_the_memory_plan_has_the_bytes_of_what_is_quantised_on_disk(models: Path) -> None:
+    from safetensors import safe_open
+
+    from dslaunch.config.memory.model import load_model_facts
+    from dslaunch.config.memory.setup import frozen_tensors
+
+    model = load_model_facts(models / "on-disk")
+    frozen = frozen_tensors(model, bytes_each=2, quantization=model.on_disk)
+    with safe_open(models / "on-disk" / "model.safetensors", "pt") as file:
+        tensors = [file.get_tensor(name) for name in file.keys() if "quant_state" not in name]  # noqa: SIM118
+    assert sum(part.nbytes for part in frozen) == pytest.approx(sum(t.nbytes for t in tensors), rel=1e-3)
+
+
 def test_weights_on_disk_that_deepspeed_would_break_are_refused() -> None:
     import torch
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from dslaunch.config.check.context import PARENT, Checker
 from dslaunch.config.check.keys import parse_version
+from dslaunch.config.check.zeropp import check_zeropp
 from dslaunch.config.schema import Key, find_key, section_keys
 from dslaunch.core.finding import Edit, KeyPath
 
@@ -30,7 +31,7 @@ def check_zero(checker: Checker) -> None:
         _check_offload(checker, name)
     _check_swap_buffers(checker)
     _check_ratio(checker)
-    _check_secondary(checker)
+    check_zeropp(checker)
     _check_requirements(checker)
     _check_saving(checker)
     _check_reduction(checker)
@@ -175,21 +176,6 @@ def _check_ratio(checker: Checker) -> None:
             "leave it out, or use AdamW without torch_adam",
             fix="remove it",
             edits=(Edit("delete", path),),
-        )
-
-
-def _check_secondary(checker: Checker) -> None:
-    path, world = (PARENT, "zero_hpz_partition_size"), checker.target.world_size
-    size = checker.get(*path)
-    if checker.stage != 3 or world is None or not isinstance(size, int) or size <= 1:
-        return
-    if world % min(size, world):
-        checker.report(
-            "world-size",
-            "error",
-            path,
-            f"{size} does not divide the world size {world}: DeepSpeed stops",
-            "set it to the ranks of one host",
         )
 
 

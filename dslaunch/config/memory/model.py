@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from dslaunch.config.memory.architectures import check_sizes, dimensions, parame
 from dslaunch.config.memory.headers import read_gguf, read_safetensors
 from dslaunch.config.memory.tensors import Dimensions, ModelFacts, Tensor, natural_key, total
 from dslaunch.core.errors import ConfigError
+from dslaunch.core.quantised_model import plan_on_disk
 
 
 def load_model_facts(path: Path) -> ModelFacts:
@@ -30,8 +32,9 @@ def load_model_facts(path: Path) -> ModelFacts:
 def _from_directory(path: Path) -> ModelFacts:
     config = _read_config(path / "config.json")
     files = _weight_files(path)
-    if not files or "quantization_config" in config:  # headers of quantised weights have other shapes
-        return _from_config(config, path / "config.json")
+    if not files or _is_quantised(config):  # headers of quantised weights have other shapes
+        size = sum(file.stat().st_size for file in files)
+        return dataclasses.replace(_from_config(config, path / "config.json"), file_bytes=size)
     headers = [read_safetensors(file) for file in files]
     stored = _untie([tensor for header in headers for tensor in header.tensors], config)
     by_config = parameters(config)
@@ -87,7 +90,17 @@ def _from_config(config: dict[str, Any], path: Path) -> ModelFacts:
             f"{path}: model_type {config.get('model_type')!r} is not one whose parameters are known here",
             hint="give a directory that also holds the safetensors files: their headers have the shapes",
         )
-    return ModelFacts(tensors=tensors, dims=dimensions(config), source="config.json")
+    on_disk = None
+    if _is_quantised(config):
+        try:
+            on_disk = plan_on_disk(config["quantization_config"])
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error.message}", hint=error.hint) from None
+    return ModelFacts(tensors=tensors, dims=dimensions(config), source="config.json", on_disk=on_disk)
+
+
+def _is_quantised(config: dict[str, Any]) -> bool:
+    return isinstance(config.get("quantization_config"), dict)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -95,7 +108,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     inner = config.get("text_config")
     if isinstance(inner, dict) and "hidden_size" not in config:
         # A model that also sees or hears: its decoder is described one level down.
-        config = {"tie_word_embeddings": config.get("tie_word_embeddings", True), **inner}
+        outer = ("tie_word_embeddings", "quantization_config")
+        config = {"tie_word_embeddings": True, **{k: config[k] for k in outer if k in config}, **inner}
     check_sizes(config, str(path))
     return config
 

@@ -23,8 +23,9 @@ from dslaunch.config.memory.setup import (
 from dslaunch.config.memory.tensors import ModelFacts
 from dslaunch.config.memory.wide import with_fp32_modules
 from dslaunch.config.nested import leaves
-from dslaunch.config.quantization import assumed_quantization
+from dslaunch.config.quantization import assumed_quantization, refusals
 from dslaunch.config.spec import AdapterSpec, RunSpec
+from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import (
     AdapterPlan,
     BatchPlan,
@@ -35,6 +36,7 @@ from dslaunch.core.plan import (
     RunPlan,
 )
 from dslaunch.core.plan import Attention as PlannedAttention
+from dslaunch.core.quantised_model import undeclared
 from dslaunch.core.topology import Host
 
 # Neither flash nor flex attention keeps scores or a mask of all pairs of tokens.
@@ -149,6 +151,8 @@ def _worker_setup(
 
     With engine torch what is trained is fp32; what an adapter leaves frozen is not.
     """
+    if facts.on_disk is not None and quantization is None:  # of a hub id only its cache tells
+        raise undeclared(facts.on_disk, "model.path")
     alone = engine == "torch"
     autocast = precision != "fp32" and (alone or uses_autocast(config))
     if alone:
@@ -210,9 +214,15 @@ def setup_of_config(
     ranks_per_host: int,
     device_type: Literal["cpu", "cuda"],
 ) -> Setup:
-    """The setup of somebody's own script that runs under the DeepSpeed config ``config``."""
+    """The setup of somebody's own script that runs under the DeepSpeed config ``config``.
+
+    Raises ConfigError where weights that are quantised on disk cannot be trained so.
+    """
     autocast = uses_autocast(config)
     precision = "fp32" if autocast else precision
+    if facts.on_disk is not None:
+        stage = config["zero_optimization"]["stage"]
+        _check_on_disk(facts.on_disk, training.method, stage, precision, device_type)
     full, e = training.method == "full", 4 if precision == "fp32" else 2
     reward = training.task == "reward"
     model = with_value_head(facts) if reward else facts
@@ -245,6 +255,19 @@ def setup_of_config(
     )
 
 
+def _check_on_disk(
+    there: QuantizationPlan, method: Method, stage: int, precision: Precision, device_type: str
+) -> None:
+    """Raises ConfigError for what the worker would refuse as well."""
+    if method != "qlora":
+        raise ConfigError(
+            f"--method {method}: the model's weights are quantised already ({there})",
+            hint="--method qlora trains an adapter on them; or take the model that is not quantised",
+        )
+    for refusal in refusals(there, "lora", zero_stage=stage, precision=precision, device_type=device_type):
+        raise ConfigError(refusal.why, hint=refusal.hint)
+
+
 def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
     """The ``zero_optimization`` block of a DeepSpeed config with DeepSpeed's own defaults filled in."""
     block = config.get("zero_optimization") or {}
@@ -266,11 +289,11 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
             given[f"{part}_buffer_count"] = int(count)
     if (ratio := (block.get("offload_optimizer") or {}).get("ratio")) is not None:
         given["optimizer_ratio"] = float(ratio)
-    given["uncounted"] = tuple(key for key in _QUANTISED if block.get(key))
     written = dict(leaves(config))
     given["overcounted"] = tuple(
         ".".join(path) for path, value in _SAVING.items() if path in written and bool(written[path]) is value
     )
+    given |= {key: block.get(key) is True for key in _QUANTISED}
     if (ranks := block.get("zero_hpz_partition_size")) is not None:
         given["hpz_partition_size"] = int(ranks)
     param = block.get("offload_param") or {}

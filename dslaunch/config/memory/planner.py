@@ -13,6 +13,7 @@ from dslaunch.config.memory.roles import critics, with_other_models
 from dslaunch.config.memory.setup import Setup, worst_rank
 from dslaunch.config.memory.states import while_loading
 from dslaunch.config.memory.wide import wide_items
+from dslaunch.config.memory.zeropp import quantised_travel, uncounted_keys
 
 GIB = 2**30
 # Beside torch's allocator. Experience, not measured here (docs/memory.md); none of it on a CPU.
@@ -152,7 +153,7 @@ def plan_memory(
     """The plan of the rank that needs most. ``capacity_gib`` is of one device, ``host_gib`` of one host."""
     rank = worst_rank(setup.trainable, setup.world_size) if setup.trainable else 0
     states, offloaded = rank_items(setup, rank)
-    passing = (*activation_items(setup), *wide_items(setup))
+    passing = (*activation_items(setup), *wide_items(setup), *quantised_travel(setup))
     items = [*states, *(item for item in passing if item.size)]
     items += while_loading(setup, items)
     items, offloaded = with_other_models(setup, items, offloaded)
@@ -166,7 +167,7 @@ def plan_memory(
         host_capacity_bytes=None if host_gib is None else int(host_gib * GIB),
         on_cpu=setup.device_type == "cpu",
         overcounted=setup.zero.overcounted,
-        uncounted=setup.zero.uncounted if setup.zero_stage == 3 else (),
+        uncounted=uncounted_keys(setup),
     )
 
 

@@ -36,7 +36,9 @@ class ZeroOptions:
     param_buffer_count: int = 5
     param_buffer_size: int = 100_000_000
     max_in_cpu: int = 1_000_000_000  # nvme: parameters that stay in the host all the same
-    uncounted: tuple[str, ...] = ()  # stage 3: keys whose memory is not known here
+    zero_quantized_weights: bool = False  # stage 3, these three: what is sent is quantised
+    zero_quantized_nontrainable_weights: bool = False
+    zero_quantized_gradients: bool = False
     overcounted: tuple[str, ...] = ()  # keys of the config that save what is counted all the same
     written: frozenset[str] = frozenset()  # the keys of the block that the user wrote
 
@@ -195,7 +197,7 @@ def adapted(
     saved = ("score",) if value_head else ()
     trained = adapter_tensors(model, r=r, modules_to_save=saved)
     return trained, frozen_tensors(
-        model, bytes_each=bytes_each, quantization=NF4 if method == "qlora" else None
+        model, bytes_each=bytes_each, quantization=(model.on_disk or NF4) if method == "qlora" else None
     )
 
 

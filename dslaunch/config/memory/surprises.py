@@ -11,6 +11,7 @@ from dslaunch.config.memory.items import CONVERT, UPDATE
 from dslaunch.config.memory.planner import MemoryPlan, plan_memory
 from dslaunch.config.memory.setup import Setup, ZeroOptions
 from dslaunch.config.memory.states import GATHERED
+from dslaunch.config.memory.zeropp import frozen_in_8_bit
 
 _MATTERS = 0.01  # of what a device holds at its peak
 _LOGITS_MATTER = 0.25
@@ -35,6 +36,7 @@ def surprises(setup: Setup, plan: MemoryPlan) -> list[Surprise]:
     found = [
         _uncounted(plan),
         _overcounted(plan),
+        _frozen_in_8_bit(setup),
         _bucket(setup, plan),
         _kept_gathered(plan),
         _step(setup, plan),
@@ -56,6 +58,16 @@ def _overcounted(plan: MemoryPlan) -> Surprise | None:
         return None
     return Surprise(
         f"what {', '.join(plan.overcounted)} saves is not counted: less will be needed than is said here"
+    )
+
+
+def _frozen_in_8_bit(setup: Setup) -> Surprise | None:
+    if not (less := frozen_in_8_bit(setup)):
+        return None
+    return Surprise(
+        "zero_quantized_nontrainable_weights: frozen weights are counted as they are read; where the script"
+        f" quantises them (engine.optimizer.quantize_nontrainable_params(), fp16), they take"
+        f" {less / 2**30:.2f} GiB less on each device"
     )
 
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dslaunch.core.plan import QuantizationPlan
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -47,7 +49,7 @@ class ModelFacts:
 
     ``file_dtype`` (torch's name) and ``file_bytes`` are of the weights on disk; None and 0
     where only a config.json is there. ``source`` says where the parameters come from;
-    ``note`` what a user should know about them.
+    ``note`` what a user should know about them. ``on_disk``: how the weights on disk are quantised.
     """
 
     tensors: tuple[Tensor, ...]
@@ -56,6 +58,7 @@ class ModelFacts:
     file_dtype: str | None = None
     file_bytes: int = 0
     note: str | None = None
+    on_disk: QuantizationPlan | None = None
 
     @property
     def numel(self) -> int:

@@ -412,3 +412,20 @@ class TestStage3:
         for size, world in ((4, 8), (16, 8), (3, None), (1, 7)):
             findings = found(zero(3, zero_hpz_partition_size=size), world_size=world)
             assert "world-size" not in [f.code for f in findings]
+
+    def test_frozen_weights_that_become_zeros(self) -> None:
+        name = "zero_quantized_nontrainable_weights"
+        finding = the("risky", zero(3, **{name: True}))
+        assert (finding.severity, finding.key) == ("warning", f"zero_optimization.{name}")
+        assert "zeros" in finding.message and "quantize_nontrainable_params" in str(finding.hint)
+        assert "risky" not in [f.code for f in found(zero(3, **{name: False}))]
+
+    @pytest.mark.parametrize(
+        ("sent", "warned"),
+        [({}, True), ({"communication_data_type": "fp16"}, False), ({"fp16": True}, False)],
+    )
+    def test_bf16_gradients_that_a_kernel_takes_for_fp16(self, sent: dict[str, Any], warned: bool) -> None:
+        config = zero(3, zero_quantized_gradients=True)
+        precision = {"fp16" if sent.pop("fp16", False) else "bf16": {"enabled": True}}
+        config = {key: value for key, value in config.items() if key not in ("fp16", "bf16")}
+        assert ("risky" in [f.code for f in found({**config, **precision, **sent})]) == warned

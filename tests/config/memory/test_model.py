@@ -13,7 +13,10 @@ from dslaunch.config.memory.architectures import FAMILIES, parameters
 from dslaunch.config.memory.headers import read_gguf, read_safetensors
 from dslaunch.config.memory.hub import cached_model
 from dslaunch.config.memory.model import load_model_facts
+from dslaunch.config.memory.of_run import Training, setup_of_config
+from dslaunch.config.memory.setup import Setup
 from dslaunch.core.errors import ConfigError
+from dslaunch.core.plan import BatchPlan
 from tests.support.tiny import make_tiny_model_dir
 
 SIZES = {
@@ -258,3 +261,56 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
         assert cached_model("org/name", None, environ) == folder / "snapshots/abc"
     assert cached_model("org/name", "abc", {"HF_HOME": str(tmp_path)}) == folder / "snapshots/abc"
     assert cached_model("org/other", None, {"HF_HOME": str(tmp_path)}) is None
+
+
+ONE_EACH = BatchPlan(
+    train_batch_size=2, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1, world_size=2
+)
+
+
+def quantised_model(folder: Path, **block: Any) -> Path:
+    config = {"model_type": "llama", **SIZES, "quantization_config": block}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", None])
+def test_weights_that_no_adapter_is_trained_on_are_not_planned_as_others(tmp_path: Path, method: Any) -> None:
+    block = {"bits": 4} if method is None else {"quant_method": method, "bits": 4}
+    with pytest.raises(ConfigError, match=f"quantised by {method or 'what is not named'}") as caught:
+        load_model_facts(quantised_model(tmp_path, **block))
+    assert str(tmp_path) in caught.value.message and caught.value.hint
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_weights_in_4_bits_on_disk_are_planned_as_they_are(tmp_path: Path, method: Any) -> None:
+    block = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": False}
+    model = load_model_facts(quantised_model(tmp_path, **block))
+    config = {"zero_optimization": {"stage": 2}}
+
+    def planned() -> Setup:
+        return setup_of_config(
+            config,
+            model,
+            Training(method=method),
+            precision="bf16",
+            batch=ONE_EACH,
+            ranks_per_host=2,
+            device_type="cuda",
+        )
+
+    if method != "qlora":
+        with pytest.raises(ConfigError, match=rf"--method {method}.*quantised already \(fp4\)"):
+            planned()
+        return
+    packed = [part for part in planned().frozen if part.packed]
+    linear = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
+    assert sum(part.elements for part in packed) == linear // 2
+    assert sum(part.replicated for part in packed) == 4 * linear // 64 + 64 * len(packed)
+
+
+def test_a_model_of_several_parts_says_above_how_it_is_quantised(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "awq"}, "text_config": {"model_type": "llama", **SIZES}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="quantised by awq"):
+        load_model_facts(tmp_path)

@@ -182,15 +182,6 @@ def test_hpz_has_the_weights_once_more_in_each_group() -> None:
     assert size(plan_memory(setup(zero_stage=2, zero=zero), 80), "second copy of the weights (hpZ)") == 0
 
 
-def test_keys_that_are_not_counted_leave_open_whether_it_fits() -> None:
-    zero = zero_options({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}})
-    quantised = setup(zero_stage=3, zero=zero)
-    plan = plan_memory(quantised, 1000)
-    assert plan_memory(setup(zero_stage=3), 1000).fits is True
-    assert plan.fits is None and plan_memory(quantised, 1).fits is False
-    assert "zero_quantized_weights" in surprises(quantised, plan)[0].text
-
-
 def test_savings_that_are_not_counted_leave_open_what_seems_too_much() -> None:
     config = {"bf16": {"bf16_master_weights_and_grads": True, "check_grad_overflow": True}}
     less = setup(zero=zero_options(config))
@@ -206,3 +197,44 @@ def test_amsgrad_keeps_one_state_more() -> None:
     plain = optimizer_cost(config, "cuda")
     config["optimizer"]["params"]["amsgrad"] = True
     assert optimizer_cost(config, "cuda").state == plain.state + 4
+
+
+WEIGHTS = "weights being quantised and restored (read)"
+GRADIENTS = "gradients being quantised and restored (read)"
+
+
+class TestZeroPlusPlus:
+    @staticmethod
+    def with_key(key: str, method: str = "full", **changes: Any) -> Setup:
+        zero = zero_options({"zero_optimization": {"stage": 3, key: True}})
+        return setup(LLAMA_3_8B, method, zero_stage=3, zero=zero, **changes)
+
+    def test_weights_in_8_bits_are_restored_through_fp16(self) -> None:
+        plan = plan_memory(self.with_key("zero_quantized_weights"), 1000)
+        embedding = 128256 * 4096
+        assert size(plan, WEIGHTS) == 3 * embedding + 5 * embedding // 8
+        assert plan.rest_bytes == plan_memory(setup(zero_stage=3)).rest_bytes
+        assert plan.fits is True
+
+    def test_gradients_in_4_bits_are_there_between_several_hosts_alone(self) -> None:
+        key, embedding = "zero_quantized_gradients", 128256 * 4096
+        assert size(plan_memory(self.with_key(key)), GRADIENTS) == 0
+        plan = plan_memory(self.with_key(key, world_size=16), 1000)
+        assert size(plan, GRADIENTS) == embedding + 3 * embedding // 8 + 4 * embedding // 16
+        assert plan.fits is True
+
+    def test_frozen_weights_are_counted_in_16_bits_and_what_8_save_is_said(self) -> None:
+        key = "zero_quantized_nontrainable_weights"
+        quantised, without = self.with_key(key, "lora"), setup(LLAMA_3_8B, "lora", zero_stage=3)
+        plan = plan_memory(quantised, 1000)
+        assert plan.rest_bytes == plan_memory(without).rest_bytes and plan.fits is True
+        assert size(plan, WEIGHTS) > 0 == size(plan_memory(self.with_key(key)), WEIGHTS)
+        large = sum(t.numel for t in FACTS.tensors if t.numel > 500_000)
+        [said] = [found.text for found in surprises(quantised, plan) if key in found.text]
+        assert f"{large / 8 / 2**30:.2f} GiB less" in said
+
+    def test_codes_that_are_quantised_once_more_are_not_counted(self) -> None:
+        quantised = self.with_key("zero_quantized_weights", "qlora")
+        plan = plan_memory(quantised, 1000)
+        assert plan.fits is None and plan_memory(quantised, 1).fits is False
+        assert "zero_quantized_weights" in surprises(quantised, plan)[0].text
