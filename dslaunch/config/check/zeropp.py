@@ -30,17 +30,20 @@ def _check_secondary(checker: Checker) -> None:
 
 
 def _check_frozen(checker: Checker) -> None:
-    """partition_parameters.py copies the weights into the codes of an empty tensor, without a scale."""
-    name = "zero_quantized_nontrainable_weights"
+    """partition_parameters.py copies the weights into the codes of an empty tensor, without a scale.
+
+    In fp16 a script can have them quantised later (stage3.py, quantize_nontrainable_params).
+    """
+    name, later = "zero_quantized_nontrainable_weights", checker.precision == "fp16"
     if checker.on(PARENT, name):
+        how = "freeze them after that and call engine.optimizer.quantize_nontrainable_params()"
         checker.report(
             "risky",
-            "warning",
+            "info" if later else "warning",
             (PARENT, name),
             "weights that are frozen before ZeRO shards them become zeros: DeepSpeed copies them into 8-bit"
             " integers as they are",
-            "leave it out, or freeze them later and call engine.optimizer.quantize_nontrainable_params()"
-            " (fp16 alone)",
+            how if later else "leave it out: only in fp16 can they be quantised afterwards",
         )
 
 
@@ -51,7 +54,7 @@ def _check_gradients(checker: Checker) -> None:
     if checker.on(PARENT, name) and checker.precision == "bf16" and not sent_as_fp16:
         checker.report(
             "risky",
-            "warning",
+            "info",  # on one host nothing is quantised
             (PARENT, name),
             "with bf16 and several hosts DeepSpeed's kernel takes the bits of bf16 gradients for fp16",
             "leave it out",

@@ -413,19 +413,22 @@ class TestStage3:
             findings = found(zero(3, zero_hpz_partition_size=size), world_size=world)
             assert "world-size" not in [f.code for f in findings]
 
-    def test_frozen_weights_that_become_zeros(self) -> None:
+    @pytest.mark.parametrize(("precision", "severity"), [("bf16", "warning"), ("fp16", "info")])
+    def test_frozen_weights_that_become_zeros(self, precision: str, severity: str) -> None:
         name = "zero_quantized_nontrainable_weights"
-        finding = the("risky", zero(3, **{name: True}))
-        assert (finding.severity, finding.key) == ("warning", f"zero_optimization.{name}")
-        assert "zeros" in finding.message and "quantize_nontrainable_params" in str(finding.hint)
+        config = {**without_precision(zero(3, **{name: True})), precision: {"enabled": True}}
+        finding = the("risky", config)
+        assert (finding.severity, finding.key) == (severity, f"zero_optimization.{name}")
+        assert ("quantize_nontrainable_params" in str(finding.hint)) == (precision == "fp16")
         assert "risky" not in [f.code for f in found(zero(3, **{name: False}))]
 
-    @pytest.mark.parametrize(
-        ("sent", "warned"),
-        [({}, True), ({"communication_data_type": "fp16"}, False), ({"fp16": True}, False)],
-    )
-    def test_bf16_gradients_that_a_kernel_takes_for_fp16(self, sent: dict[str, Any], warned: bool) -> None:
-        config = zero(3, zero_quantized_gradients=True)
-        precision = {"fp16" if sent.pop("fp16", False) else "bf16": {"enabled": True}}
-        config = {key: value for key, value in config.items() if key not in ("fp16", "bf16")}
-        assert ("risky" in [f.code for f in found({**config, **precision, **sent})]) == warned
+    @pytest.mark.parametrize(("precision", "sent"), [("bf16", None), ("bf16", "fp16"), ("fp16", None)])
+    def test_bf16_gradients_that_a_kernel_takes_for_fp16(self, precision: str, sent: str | None) -> None:
+        config = without_precision(zero(3, zero_quantized_gradients=True))
+        config |= {precision: {"enabled": True}, "communication_data_type": sent}
+        told = [f.severity for f in found(config) if f.code == "risky"]
+        assert told == (["info"] if precision == "bf16" and sent is None else [])
+
+
+def without_precision(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("bf16", "fp16")}
