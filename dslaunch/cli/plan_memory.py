@@ -60,6 +60,7 @@ def memory_of_run(plan: RunPlan, loaded: LoadedSpec[Any]) -> Memory | None:
     setup = replace(setup, zero=replace(setup.zero, written=_written_zero_keys(loaded)))
     world = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
     hosts = resolve_hosts(loaded.spec.cluster, world)
+    _check_param_buffer(setup, loaded)
     memory = _plan(setup, _capacity(hosts), host_gib(loaded.spec.cluster, hosts, world))
     return replace(memory, matched=matched_modules(facts, plan.fp32_modules))
 
@@ -199,6 +200,7 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
         device_type=hosts.device_type,
     )
     setup = replace(setup, zero=replace(setup.zero, written=_written_zero_keys(loaded)))
+    _check_param_buffer(setup, loaded)
     host = host_gib(loaded.spec.cluster, hosts, world)
     memory = _plan(setup, _capacity(hosts), host)
     chosen = report.reasons.get("precision")
@@ -252,6 +254,19 @@ def _plan(setup: Setup, capacity_gib: float | None, host_gib: float | None) -> M
     hopeless = plan.fits is False and nearest_that_fits(alternatives) is None
     larger = larger_changes(setup, capacity_gib, host_gib) if hopeless else []
     return Memory(setup, plan, alternatives, larger)
+
+
+def _check_param_buffer(setup: Setup, loaded: LoadedSpec[Any]) -> None:
+    """Raises ConfigError where a tensor cannot be swapped, which DeepSpeed says when the GPUs are there."""
+    from dslaunch.config.memory.nvme import least_param_buffer
+
+    key, size = "deepspeed.zero_optimization.offload_param.buffer_size", setup.zero.param_buffer_size
+    if (needed := least_param_buffer(setup)) > size:
+        raise ConfigError(
+            f"{loaded.where(key)}{key} {size:,}: a rank's share of the largest tensor has {needed:,}"
+            " elements, and DeepSpeed stops at start",
+            hint=f"--set {key}={needed}",
+        )
 
 
 def _written_zero_keys(loaded: LoadedSpec[Any]) -> frozenset[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dslaunch.cli.main import main
+from tests.config.memory.models import LLAMA_3_8B
 from tests.support.tiny import make_tiny_model_dir
 from tests.test_light_imports import RESOLVING, imported, third_party
 
@@ -227,6 +228,25 @@ def test_what_is_wrong_is_said_in_one_sentence(
     err = capsys.readouterr().err
     assert says in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("size", [None, 65_667_071, 65_667_072])
+def test_a_tensor_that_no_buffer_of_an_nvme_can_hold_is_an_error(
+    size: int | None, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """128,256 x 4,096 elements on eight ranks, or on four where the default of 1e8 is too small."""
+    (here / "large.json").write_text(json.dumps(LLAMA_3_8B))
+    nvme = "zero_optimization.offload_param={device: nvme, nvme_path: /n}"
+    flags = ["--num-nodes", "1", "--precision", "bf16", "--zero-stage", "3", "--set", nvme]
+    ranks = ["--num-gpus-per-node", "4" if size is None else "8"]
+    argv = ["plan", "--model", "large.json", "--gpu", "a100-80g", *flags, *ranks]
+    key = "deepspeed.zero_optimization.offload_param.buffer_size"
+    argv += [] if size is None else ["--set", f"{key}={size}"]
+    needed = 131_334_144 if size is None else 65_667_072
+    assert main(argv) == (0 if size == needed else 2)
+    err = capsys.readouterr().err
+    assert (f"{key} {size or 10**8:,}: a rank's share" in err) == (size != needed)
+    assert (f"--set {key}={needed}" in err) == (size != needed)
 
 
 @pytest.mark.parametrize(("patterns", "code"), [("['*nope*']", 2), ("['*norm*']", 0)])

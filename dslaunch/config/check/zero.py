@@ -6,13 +6,13 @@ from typing import Any
 
 from dslaunch.config.check.context import PARENT, Checker
 from dslaunch.config.check.keys import parse_version
+from dslaunch.config.check.nvme import check_nvme
 from dslaunch.config.check.zeropp import check_zeropp
 from dslaunch.config.schema import Key, find_key, section_keys
 from dslaunch.core.finding import Edit, KeyPath
 
 _CLIPS_SINCE = (0, 19, 3)  # before it, clipping that is not written is off
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
-_STATES = {"adam": 2, "adamw": 2, "lion": 1, "adagrad": 1}  # fp32 tensors of an optimizer per parameter
 _NVME_KEYS = (
     "nvme_path",
     "buffer_count",
@@ -29,7 +29,7 @@ def check_zero(checker: Checker) -> None:
     _check_stages(checker)
     for name in ("offload_optimizer", "offload_param"):
         _check_offload(checker, name)
-    _check_swap_buffers(checker)
+    check_nvme(checker)
     _check_ratio(checker)
     check_zeropp(checker)
     _check_requirements(checker)
@@ -135,30 +135,6 @@ def _check_offload(checker: Checker, name: str) -> None:
 
 def _off(value: Any) -> bool:
     return value is False or value is None
-
-
-def _check_swap_buffers(checker: Checker) -> None:
-    """The swapper takes a buffer for the weights, for the gradients and for each state."""
-    path = (PARENT, "offload_optimizer", "buffer_count")
-    count = checker.get(*path)
-    if checker.stage != 3 or checker.offload("offload_optimizer") != "nvme" or not isinstance(count, int):
-        return
-    kind = str(checker.get("optimizer", "type") or "").lower()
-    states = _STATES.get(kind, 0)
-    if kind == "sgd" and checker.get("optimizer", "params", "momentum"):
-        states = 1
-    if count < states + 2:
-        checker.report(
-            "needs",
-            "error",
-            path,
-            f"{count} is too few: a step needs {states + 2} buffers (weights, gradients"
-            + (f" and {states} of the optimizer's states)" if states else ")")
-            + ", and DeepSpeed stops in the first",
-            f"set it to {states + 2} or more",
-            fix=f"write {states + 2}",
-            edits=(Edit("set", path, states + 2),),
-        )
 
 
 def _check_ratio(checker: Checker) -> None:

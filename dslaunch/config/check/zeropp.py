@@ -19,6 +19,14 @@ def _check_secondary(checker: Checker) -> None:
     size = checker.get(*path)
     if not isinstance(size, int) or size <= 1:
         return
+    if checker.offload("offload_param") == "nvme":
+        checker.report(
+            "contradiction",
+            "error",
+            path,
+            "the second copy cannot lie on an nvme: DeepSpeed stops at start",
+            "set offload_param.device to cpu, or leave this out",
+        )
     if world is not None and world % min(size, world):
         checker.report(
             "world-size",

@@ -74,6 +74,18 @@ def weights_on_nvme(setup: Setup) -> list[Item]:
     ]
 
 
+def least_param_buffer(setup: Setup) -> int:
+    """Elements that ``offload_param.buffer_size`` must have: the largest share of a tensor that is swapped.
+
+    DeepSpeed stops at start where it is smaller (partitioned_param_swapper.py, get_buffer; run).
+    """
+    if setup.zero_stage != 3 or setup.zero.offload_param != "nvme":
+        return 0
+    shares = [(shard(t.numel, setup.world_size), setup.bytes_each) for t in setup.trainable]
+    shares += [(shard(part.elements, setup.world_size), part.element_bytes) for part in setup.frozen]
+    return max((numel for numel, size in shares if numel * size >= _SMALLEST), default=0)
+
+
 def _beyond(room: int, sizes: Sequence[int]) -> list[int]:
     """Numbers of the sub-groups that do not end within ``room`` elements (stage3.py, flat_offset)."""
     found, offset = [], 0

@@ -395,6 +395,23 @@ class TestStage3:
         assert (finding.severity, finding.fix) == ("error", f"write {needed}")
         assert "needs" not in [f.code for f in found(config(needed))]
 
+    @pytest.mark.parametrize("switch", ["pipeline_read", "pipeline_write"])
+    @pytest.mark.parametrize(("count", "warned"), [(None, True), (7, True), (8, False), (3, False)])
+    def test_a_pipeline_takes_the_buffers_of_two_sub_groups(
+        self, switch: str, count: int | None, warned: bool
+    ) -> None:
+        offload = {"device": "nvme", "nvme_path": "/n", switch: True, "buffer_count": count}
+        told = [f for f in found(zero(3, offload_optimizer=offload)) if f.severity == "warning"]
+        keys = [f.key for f in told if f.code == "needs"]
+        assert keys == ([f"zero_optimization.offload_optimizer.{switch}"] if warned else [])
+
+    def test_hpz_has_no_second_copy_on_a_disk(self) -> None:
+        for device, wrong in (("nvme", True), ("cpu", False)):
+            offload = {"device": device, **({"nvme_path": "/n"} if wrong else {})}
+            config = zero(3, zero_hpz_partition_size=2, offload_param=offload)
+            codes = [(f.code, f.severity) for f in found(config) if f.key.endswith("zero_hpz_partition_size")]
+            assert codes == ([("contradiction", "error")] if wrong else [])
+
     @pytest.mark.parametrize(
         ("kind", "params", "wrong"),
         [("AdamW", {}, False), ("SGD", {}, True), ("AdamW", {"torch_adam": True}, True)],
