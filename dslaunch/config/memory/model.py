@@ -61,8 +61,12 @@ def _weight_files(path: Path) -> list[Path]:
     """What the index names, else model.safetensors, else every .safetensors file."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        value = _read_json(index)
-        names = sorted(set(value.get("weight_map", {}).values()))
+        weights = _read_json(index).get("weight_map", {})
+        if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
+            raise ConfigError(
+                f"{index}: weight_map does not say of each weight which file it is in", hint="fetch it again"
+            )
+        names = sorted(set(weights.values()))
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
             raise ConfigError(

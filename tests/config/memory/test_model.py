@@ -263,6 +263,14 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
     assert cached_model("org/other", None, {"HF_HOME": str(tmp_path)}) is None
 
 
+@pytest.mark.parametrize("weights", [[], {"a": 5}, {"a": None, "b": "c"}, "model.safetensors"])
+def test_an_index_that_names_no_files_is_one_clear_error(tmp_path: Path, weights: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(ConfigError, match="model.safetensors.index.json: weight_map does not say"):
+        load_model_facts(tmp_path)
+
+
 ONE_EACH = BatchPlan(
     train_batch_size=2, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1, world_size=2
 )
