@@ -267,7 +267,7 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
 def test_an_index_that_names_no_files_is_one_clear_error(tmp_path: Path, weights: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    with pytest.raises(ConfigError, match="model.safetensors.index.json: weight_map does not say"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: weight_map does not say"):
         load_model_facts(tmp_path)
 
 
