@@ -10,7 +10,8 @@ from dslaunch.core.module_patterns import ALL_LINEAR
 from dslaunch.core.parameter_groups import match_groups, match_names
 from dslaunch.core.plan import AdapterPlan, OptimizerPlan
 
-_PEFT = "base_model.model."
+_PEFT, _DELTA = "base_model.model.", "token_adapter.trainable_tokens_delta.default"
+_ROWS, _HEADS = "embedding.trainable_tokens_delta", ("lm_head.", "embed_out.")
 _PARTS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".modules_to_save.")
 _EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 _SHOWN = 3
@@ -45,7 +46,12 @@ def trained_names(
     """The trained parameters as the ranks call them: peft puts the adapter's name among the parts."""
     if adapter is None:
         return tuple(tensor.name for tensor in trainable)
-    return (*_embedding_names(facts, adapter), *(_in_peft(facts, tensor.name) for tensor in trainable))
+    names = [*_embedding_names(facts, adapter), *(_in_peft(facts, tensor.name) for tensor in trainable)]
+    new = any(t.name == _ROWS and t.shape[0] > len(adapter.trainable_token_indices) for t in trainable)
+    if new and not facts.tied:  # a new token has a row in the head as well
+        heads = (t.name.rpartition(".")[0] for t in facts.tensors if t.name.startswith(_HEADS))
+        names += [f"{_PEFT}{head}.{_DELTA}" for head in heads]
+    return tuple(names)
 
 
 def match_rows(matches: Matches) -> list[tuple[str, str, str]]:
@@ -68,8 +74,8 @@ def _modules(facts: ModelFacts, target: str) -> Iterator[str]:
 
 
 def _in_peft(facts: ModelFacts, name: str) -> str:
-    if name == "embedding.trainable_tokens_delta":
-        return f"{_PEFT}{_embedding(facts)}.token_adapter.trainable_tokens_delta.default"
+    if name == _ROWS:
+        return f"{_PEFT}{_embedding(facts)}.{_DELTA}"
     for part in _PARTS:
         name = name.replace(part, f"{part}default.")
     return _PEFT + name

@@ -23,13 +23,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model_dir(tmp_path_factory.mktemp("m") / "model", tie=False, layers=1)
 
 
-def trainable(model_dir: Path, adapter: AdapterPlan | None) -> Any:
+def trainable(model_dir: Path, adapter: AdapterPlan | None, new_rows: int = 0) -> Any:
     facts = load_model_facts(model_dir)
     if adapter is None:
         return facts, facts.tensors
     tensors = adapter_tensors(
         facts, r=adapter.r, target_modules=adapter.target_modules, dora=adapter.type == "dora",
-        modules_to_save=adapter.modules_to_save, trained_rows=len(adapter.trainable_token_indices),
+        modules_to_save=adapter.modules_to_save, trained_rows=len(adapter.trainable_token_indices) + new_rows,
     )  # fmt: skip
     return facts, tensors
 
@@ -56,6 +56,18 @@ def test_the_names_are_those_of_the_ranks(model_dir: Path, adapter: AdapterPlan 
         model, _ = add_adapter(model, adapter)
     expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert set(trained_names(*trainable(model_dir, adapter), adapter)) == expected
+
+
+def test_a_new_token_has_a_row_in_a_head_of_its_own(model_dir: Path) -> None:
+    import torch
+
+    from dslaunch.train.adapters import add_adapter
+    from dslaunch.train.model import load_base_model
+
+    model = load_base_model(ModelPlan(path=str(model_dir), kind="directory"), torch.float32)
+    model, _ = add_adapter(model, LORA, new_ids=[5])
+    expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert set(trained_names(*trainable(model_dir, LORA, new_rows=2), LORA)) == expected
 
 
 def optimizer(*groups: ParamGroupPlan, **more: Any) -> OptimizerPlan:
