@@ -30,9 +30,7 @@ class GradientWatch:
         for place, gradient in enumerate(given):
             if not _is_finite(gradient):
                 what = "nan" if bool(torch.isnan(gradient).any()) else "inf"
-                self.found = (
-                    f"{node.name()} made {what} out of finite gradients, in that of its input {place}"
-                )
+                self.found = f"{node.name()} made {what} out of finite gradients, for its input {place}"
                 self.found += _made_at(node)
                 return
 
