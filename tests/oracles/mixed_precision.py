@@ -37,6 +37,12 @@ def round_to(precision: str, values: Array) -> Array:
     return rounded.astype(np.uint32).view(np.float32).astype(np.float64)
 
 
+def loss_of(precision: str, masters: Array, x: Array) -> float:
+    """What forward makes of the fp32 weights; ``x`` of shape [ranks, accumulation, elements]."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(round_to(precision, round_to(precision, masters) * x).sum(axis=-1).mean())
+
+
 @dataclass
 class AdamW:
     first: Any = 0.0
@@ -87,10 +93,9 @@ class Training:
 
     def step(self, x: Array) -> dict[str, Any]:
         """One window; ``x`` of shape [ranks, accumulation, elements]. Raises AtMinimum."""
-        seen = round_to(self.precision, self.weights)
         lr, scale = LR * (1 - 0.03 * self.applied), self.scale
+        loss = loss_of(self.precision, self.weights, x)
         with np.errstate(invalid="ignore", over="ignore"):
-            loss = float(round_to(self.precision, seen * x).sum(axis=-1).mean())
             finite = bool((np.abs(x * scale / self.accumulation) <= LARGEST[self.precision]).all())
         record = {"lr": lr, "scale": scale, "loss": loss, "skipped": not finite}
         if self.scaler:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.oracles.loss_scaler import Scaler
-from tests.oracles.mixed_precision import AdamW, Array, AtMinimum, Momentum, Training, round_to
+from tests.oracles.mixed_precision import AdamW, Array, AtMinimum, Momentum, Training, loss_of, round_to
 
 SIZES = (7, 6)  # elements of the two parameters: no shard of any stage ends where a tensor does
 STEPS, OVERFLOWS, TURN = 19, frozenset({1, 4, 5, *range(13, 19)}), 8
@@ -140,7 +140,12 @@ def differences(cell: Cell, measured: list[dict[str, Any]]) -> list[str]:
     found = []
     if len(measured) != len(truth):
         found.append(f"stopped before step {len(measured)}, must stop before step {len(truth)}")
+    before = start(cell)
     for step, (have, must) in enumerate(zip(measured, truth, strict=False)):
+        if cell.optimizer in COMPILED.values():
+            # Their last bit is not numpy's, and may put a weight on the other side of a 16-bit rounding.
+            must = {**must, "loss": loss_of(cell.dtype, before, inputs(cell, step))}
+            before = np.asarray(have["weights"])
         for key, value in must.items():
             if not _equal(have[key], value, step + 1):
                 found.append(f"step {step}: {key} {have[key]} must be {value}")
