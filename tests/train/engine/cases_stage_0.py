@@ -53,7 +53,7 @@ def bare_stage_0_scales() -> list[float]:
         for _ in range(4):
             ds.backward(ds(torch.tensor([float("inf")])))
             ds.step()
-            scales.append(float(ds.optimizer.cur_scale))
+            scales.append(float(ds.optimizer.loss_scale_config.cur_scale))
         return scales
 
 
