@@ -98,7 +98,7 @@ def run_one(num_hosts: int, folder: Path, server: str | None) -> dict[str, Any]:
     plan = LaunchPlan(
         argv=("/bin/sleep", "600"), cwd=str(folder), run_dir=str(folder / f"run-{num_hosts}"), via="ssh",
         topology=Topology(hosts=tuple(Host(name=name, slots=("0",)) for name in names)),
-        master_addr="127.0.0.1", host_timeout_s=600.0,
+        master_addr="127.0.0.2", host_timeout_s=600.0,  # each is this machine; 127.0.0.1 is refused
     )  # fmt: skip
     Path(plan.run_dir).mkdir()
     meter = Meter(num_hosts)
