@@ -92,12 +92,14 @@ class Program:
             while b"\n" in self._unread:  # what comes behind an answer is left for the next question
                 line, _, self._unread = self._unread.partition(b"\n")
                 yield line
-            writing = [self._stdin] if self._unsent and self._room > 0 else []
-            wait_s = min(_LOOK_S, until - now)
-            can_read, can_write, _ = select.select([self._stdout], writing, [], wait_s)
-            if can_write and not self._send():
+            poll = select.poll()  # select.select knows no descriptor above 1023
+            poll.register(self._stdout, select.POLLIN)
+            if self._unsent and self._room > 0:
+                poll.register(self._stdin, select.POLLOUT)
+            ready = {fd for fd, _ in poll.poll(min(_LOOK_S, until - now) * 1000)}
+            if self._stdin.fileno() in ready and not self._send():
                 self._unsent = b""
-            if can_read:
+            if self._stdout.fileno() in ready:
                 data = os.read(self._stdout.fileno(), 65536)
                 if not data:
                     return
