@@ -19,6 +19,7 @@ def plan_on_disk(block: Mapping[str, Any]) -> QuantizationPlan:
             " bitsandbytes' alone",
             hint="take the model that is not quantised, and model.quantization_config: {load_in_4bit: true}",
         )
+    _check_types(block)
     skip = tuple(block.get("llm_int8_skip_modules") or ())
     if block.get("load_in_8bit"):
         threshold = float(block.get("llm_int8_threshold", 6.0))
@@ -30,6 +31,18 @@ def plan_on_disk(block: Mapping[str, Any]) -> QuantizationPlan:
         bnb_4bit_quant_storage=block.get("bnb_4bit_quant_storage", "uint8"),
         llm_int8_skip_modules=skip,
     )
+
+
+def _check_types(block: Mapping[str, Any]) -> None:
+    skip, threshold = block.get("llm_int8_skip_modules"), block.get("llm_int8_threshold", 6.0)
+    storage = block.get("bnb_4bit_quant_storage", "uint8")
+    for key, value, right in (
+        ("llm_int8_skip_modules", skip, isinstance(skip or [], list)),
+        ("llm_int8_threshold", threshold, isinstance(threshold, (int, float))),
+        ("bnb_4bit_quant_storage", storage, storage in ("uint8", "bfloat16", "float16", "float32")),
+    ):
+        if not right:
+            raise ConfigError(f"quantization_config.{key} {value!r} is none that bitsandbytes writes")
 
 
 def undeclared(there: QuantizationPlan, where: str) -> ConfigError:

@@ -44,8 +44,14 @@ def read_safetensors(path: Path) -> Header:
             if length > min(_MAX_HEADER, path.stat().st_size):
                 raise ValueError("its header is longer than the file")
             value = json.loads(_exactly(stream, length))
-        metadata = value.pop("__metadata__", {})
+        if not isinstance(value, dict):
+            raise ValueError("its header is no JSON object")
+        metadata = dict(value.pop("__metadata__", {}))
         tensors = tuple(Tensor(name, tuple(map(int, item["shape"]))) for name, item in value.items())
+        if not tensors:
+            raise ValueError("it holds no tensor")
+        if any(size < 0 for tensor in tensors for size in tensor.shape):
+            raise ValueError("a size in it is below zero")
         kinds: dict[str, int] = {}
         for item in value.values():
             begin, end = item["data_offsets"]
@@ -58,7 +64,7 @@ def read_safetensors(path: Path) -> Header:
             hint="a Git LFS pointer or an interrupted download looks like this: fetch it again",
         ) from None
     main = max(kinds, key=lambda kind: kinds[kind], default=None)
-    return Header(tensors, _SAFETENSORS_DTYPES.get(main or "", main), dict(metadata))
+    return Header(tensors, _SAFETENSORS_DTYPES.get(main or "", main), metadata)
 
 
 def read_gguf(path: Path) -> Header:

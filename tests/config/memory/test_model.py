@@ -167,6 +167,9 @@ def safetensors(header: bytes, length: int | None = None) -> bytes:
         safetensors(b"[]"),
         safetensors(b'{"a": {"dtype": "F32", "shape": "x", "data_offsets": [0, 4]}}'),
         safetensors(b'{"a": {"dtype": "F32", "shape": [1]}}'),
+        safetensors(b"{}"),
+        safetensors(b'{"a": {"dtype": "F32", "shape": [-4], "data_offsets": [0, 4]}}'),
+        safetensors(b'{"__metadata__": 5, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'),
     ],
 )
 def test_a_broken_safetensors_file_is_one_clear_error(tmp_path: Path, content: bytes) -> None:
@@ -322,3 +325,14 @@ def test_a_model_of_several_parts_says_above_how_it_is_quantised(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="quantised by awq"):
         load_model_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("llm_int8_skip_modules", 5), ("llm_int8_threshold", "x"), ("bnb_4bit_quant_storage", "int3")],
+)
+def test_what_bitsandbytes_does_not_write_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    block = {"quant_method": "bitsandbytes", "load_in_8bit": True, key: value}
+    with pytest.raises(ConfigError, match=rf"quantization_config\.{key} {value!r} is none") as caught:
+        load_model_facts(quantised_model(tmp_path, **block))
+    assert str(tmp_path) in caught.value.message
