@@ -136,6 +136,8 @@ class Checker:
         stage = self._find((PARENT, "stage"))
         if stage is _MISSING:
             return 0
+        if isinstance(stage, str) and stage.strip() in ("0", "1", "2", "3"):
+            return int(stage)  # a finding of its own, and DeepSpeed runs that stage
         return stage if isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3 else None
 
     @property

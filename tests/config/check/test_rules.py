@@ -156,6 +156,10 @@ def test_a_null_that_the_optimizer_cannot_compare(key: str) -> None:
 
 
 class TestRepair:
+    def test_a_stage_in_quotes_hides_no_key_that_the_repair_removes(self) -> None:
+        text = json.dumps(GOOD | {"zero_optimization": {"stage": "2", "stage3_max_live_parameters": 1000}})
+        assert [f.code for f in found(text) if f.severity != "info"] == ["type", "ignored-at-stage"]
+
     @pytest.mark.parametrize(
         "config", [r[1] for r in MISTAKES if r[3] == "error"], ids=[r[0] for r in MISTAKES if r[3] == "error"]
     )
