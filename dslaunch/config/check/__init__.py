@@ -39,7 +39,7 @@ def check_config(text: str, target: Target | None = None) -> CheckedConfig:
     """All findings about a DeepSpeed config's text, in file order.
 
     Never raises for what stands in the text. A text that is no hjson, or no mapping,
-    gives one finding with the code ``syntax``.
+    gives findings with the code ``syntax`` alone.
     """
     # Here, because files of other kinds are checked without the rules for configs.
     from dslaunch.config.check import syntax
@@ -51,7 +51,7 @@ def check_config(text: str, target: Target | None = None) -> CheckedConfig:
         document = read_hjson(text)
     except HjsonError as error:
         document = Document(text.replace("\r\n", "\n"))
-        return CheckedConfig((syntax.unreadable(text, error, document),), None, document)
+        return CheckedConfig(syntax.unreadable(error, document), None, document)
     except RecursionError:
         document = Document(text)
         return CheckedConfig(
@@ -115,7 +115,7 @@ def _no_mapping(text: str, document: Document) -> Finding:
 
     stripped = text.strip()
     if stripped.endswith(".json") and "\n" not in stripped:
-        return unreadable(text, HjsonError("the file holds a path", 0), document)
+        return unreadable(HjsonError("the file holds a path", 0), document)[0]
     kinds: dict[type[Any], str] = {list: "a list", str: "a text"}
     kind = kinds.get(type(document.value), "a single value")
     return Finding(

@@ -71,9 +71,9 @@ def check_file(path: str, data: bytes, target: Target, load_model: LoadModel | N
     if (data_file := _explain_data(path, text, checked)) is not None:
         return data_file
     if kind == "unknown" and (checked.readable or "{" not in text):
-        from dslaunch.config.check.syntax import find_cause
+        from dslaunch.config.check.syntax import find_causes
 
-        if checked.readable or find_cause(text) is None:
+        if checked.readable or not find_causes(text):
             return _no_config(path, describe_text(text))
     return CheckedFile(path, kind, checked.findings, checked.readable)
 

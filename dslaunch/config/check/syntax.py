@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import Any
 
 from dslaunch.config.check.context import Checker
@@ -12,6 +13,9 @@ from dslaunch.core.finding import Edit, Finding, KeyPath
 _TAG = re.compile(
     r"\{\{[^{}\n]{0,200}\}\}|\{%[^{}\n]{0,200}%\}"
 )  # bounded: a long text must not take for ever
+_FENCE = re.compile(r"^[ \t]*(```)", re.MULTILINE)
+_VARIABLE = re.compile(r"\$\{[A-Za-z_]\w*\}|\$[A-Za-z_]\w*")
+_FEW = 10  # of each cause
 _PLACEHOLDER = re.compile(rf"\$\{{?\w+\}}?|{_TAG.pattern}|^<[^<>]+>$")
 _USUAL_HINT = "look at the lines just above; a bracket or quote may be missing"
 _CAPITALS = re.compile(r"^[A-Z][A-Z0-9_]{2,},?$")
@@ -25,29 +29,38 @@ _DEVIATIONS = {
 }
 
 
-def unreadable(text: str, error: HjsonError, document: Document) -> Finding:
-    """The finding for a text that is no hjson at all; names the usual causes."""
-    line, column = document.position(min(error.offset, len(text)))
-    message, hint = find_cause(text) or (error.message, _USUAL_HINT)
-    if tag := _TAG.search(text):
-        line, column = document.position(tag.start())
-    return Finding("syntax", "error", "", f"cannot be read: {message}", line, column, hint)
+def unreadable(error: HjsonError, document: Document) -> tuple[Finding, ...]:
+    """The findings for a text that is no hjson at all: each usual cause at its own place, or the parser's.
+
+    Variables are told as well: they may be read as texts, so they are no cause by themselves.
+    """
+    text = document.text
+    causes = find_causes(text) or [(min(error.offset, len(text)), error.message, _USUAL_HINT)]
+    causes = sorted(causes + _few(text, _VARIABLE, "the variable", "let the shell expand it"))
+    return tuple(
+        Finding("syntax", "error", "", f"cannot be read: {message}", *document.position(offset), hint)
+        for offset, message, hint in causes
+    )
 
 
-def find_cause(text: str) -> tuple[str, str] | None:
-    """(what stands in place of a config, what to do) where the cause is a usual one."""
+def find_causes(text: str) -> list[tuple[int, str, str]]:
+    """(offset, what stands in place of a config, what to do) of each usual cause, the first few of many."""
     if text.startswith("version https://git-lfs"):
-        return "this is a Git LFS pointer, not the config", "fetch the file itself: git lfs pull"
-    if re.search(r"^\s*```", text, re.MULTILINE):
-        return "a Markdown fence (```) stands in the file", "remove the lines with ```"
-    if found := _TAG.search(text):
-        return (
-            f"the template tag {found.group()} was never filled in",
-            "render the template, and check what comes out",
-        )
+        return [(0, "this is a Git LFS pointer, not the config", "fetch the file itself: git lfs pull")]
     if "\n" not in text.strip() and re.fullmatch(r"[\w./~-]+\.json", text.strip()):
-        return "the file holds the path of a config, not a config", f"check {text.strip()}"
-    return None
+        return [(0, "the file holds the path of a config, not a config", f"check {text.strip()}")]
+    fences = islice(_FENCE.finditer(text), _FEW)
+    what, hint = "a Markdown fence (```) stands in the file", "remove the lines with ```"
+    return [(found.start(1), what, hint) for found in fences] + _few(
+        text, _TAG, "the template tag", "render the template"
+    )
+
+
+def _few(text: str, pattern: re.Pattern[str], what: str, to_do: str) -> list[tuple[int, str, str]]:
+    return [
+        (found.start(), f"{what} {found.group()} was never filled in", f"{to_do}, and check what comes out")
+        for found in islice(pattern.finditer(text), _FEW)
+    ]
 
 
 def check_syntax(checker: Checker) -> None:

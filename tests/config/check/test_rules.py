@@ -80,6 +80,16 @@ class TestSyntax:
         (finding,) = checked.findings
         assert finding.code == "syntax" and says in finding.message
 
+    def test_each_cause_has_its_own_place(self) -> None:
+        text = '```json\n{"train_batch_size": $BS,\n"gradient_clipping": {{ clip }}}\n```\n'
+        places = [(f.line, f.column, f.message.split(": ")[1]) for f in check_config(text).findings]
+        assert places == [
+            (1, 1, "a Markdown fence (```) stands in the file"),
+            (2, 22, "the variable $BS was never filled in"),
+            (3, 22, "the template tag {{ clip }} was never filled in"),
+            (4, 1, "a Markdown fence (```) stands in the file"),
+        ]
+
 
 class TestTrainers:
     AUTO = GOOD | {
