@@ -112,7 +112,7 @@ def test_deepspeed_makes_the_schedule_that_is_meant(kind: str) -> None:
     [
         ({"num_samples": 3}, "--num-samples is for the scheduler block"),
         ({"scheduler": "linear"}, "how many steps the training has is not said"),
-        ({"scheduler": "linear", "num_samples": 9}, "9 samples x 1 epochs are fewer than"),
+        ({"scheduler": "linear", "num_samples": 9}, "9 samples x 1 epoch are fewer than"),
         ({"scheduler": "linear", "num_samples": 640, "num_train_epochs": 0.05}, "640 samples x 0.05 epochs"),
         ({"scheduler": "linear", "num_samples": 640, "num_train_epochs": 0.0}, "num_train_epochs is 0.0"),
         ({"scheduler": "linear", "num_samples": 640, "num_train_epochs": float("nan")}, "is nan"),
