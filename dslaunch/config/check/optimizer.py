@@ -17,6 +17,7 @@ from dslaunch.config.schema.optimizers import (
     Optimizer,
     find_optimizer,
 )
+from dslaunch.config.schema.other_names import OTHER_NAMES
 from dslaunch.core.finding import Edit
 
 _BOOLS = {
@@ -97,8 +98,10 @@ def _check_params(checker: Checker, section: str, name: str, known: frozenset[st
                 ),
             )
         elif key not in known:
-            near = _nearest(key, known, n=1, cutoff=0.7)
-            renamed = near and near[0] not in checker.block(section, "params")
+            elsewhere = OTHER_NAMES.get(key, "").removeprefix(f"{section}.params.")
+            near = [elsewhere] if elsewhere in known else _nearest(key, known, n=1, cutoff=0.7)
+            fits = elsewhere not in _PAIRS  # one of two numbers
+            renamed = near and fits and near[0] not in checker.block(section, "params")
             checker.report(
                 "unknown-key",
                 "error",

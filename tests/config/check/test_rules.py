@@ -184,6 +184,17 @@ class TestRepair:
         again = repair_config(repaired.text, Target())
         assert again is not None and again.text == repaired.text and not again.done
 
+    @pytest.mark.parametrize(
+        ("name", "meant", "mended"),
+        [("learning_rate", "lr", True), ("adam_epsilon", "eps", True), ("adam_beta1", "betas", False)],
+    )
+    def test_another_trainers_name_of_an_optimizers_argument(
+        self, name: str, meant: str, mended: bool
+    ) -> None:
+        text = json.dumps(GOOD | {"optimizer": {"type": "AdamW", "params": {name: 1e-4}}})
+        finding = the("unknown-key", text)
+        assert (finding.hint, bool(finding.edits)) == (f"did you mean {meant}?", mended)
+
     def test_the_usual_ones(self) -> None:
         config = {
             **fp16(enabled="true", fp16=True, initial_scale_power=32),
