@@ -103,6 +103,9 @@ def _render(
         engine = (_with_scheduler(engine[0], length, loaded.spec), engine[1])
     config = render_ds_config(engine[0], report, facts, engine[1].devices) if engine else {}
     report.raise_if_any()
+    if run_file is None and (usual := report.reasons.get("optimizer.lr")) and "optimizer" in config:
+        kind, params = config["optimizer"]["type"], config["optimizer"]["params"]
+        report.note(f"optimizer {kind} with lr {params['lr']:g} ({usual.reason}); --lr sets it")
     return config, tuple(report.notes)
 
 

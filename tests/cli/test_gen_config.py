@@ -62,6 +62,18 @@ def test_from_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+@pytest.mark.parametrize(("more", "said"), [((), True), (("--lr", "2e-5"), False)])
+def test_a_rate_that_nobody_gave_is_told(
+    capsys: pytest.CaptureFixture[str], more: tuple[str, ...], said: bool
+) -> None:
+    code, out, err = run(
+        capsys, "--num-gpus-per-node", "2", "--gpu", "a100", "--train-batch-size", "8", *more
+    )
+    assert code == 0 and json.loads(out)["optimizer"]["params"]["lr"] == 2e-5
+    note = "note: optimizer AdamW with lr 2e-05 (usual for a whole model); --lr sets it"
+    assert (note in err) is said
+
+
 def test_sizes_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
     found = config(
         capsys, "--precision", "fp16", "--gpu", "v100,a100", "--num-gpus-per-node", "4",
