@@ -66,7 +66,8 @@ def test_from_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_rate_that_nobody_gave_is_told(
     capsys: pytest.CaptureFixture[str], more: tuple[str, ...], said: bool
 ) -> None:
-    code, out, err = run(
+    flags = ("--num-gpus-per-node", "2", "--gpu", "a100", "--train-batch-size", "8", *more)
+    code, out, err = run(capsys, *flags)
         capsys, "--num-gpus-per-node", "2", "--gpu", "a100", "--train-batch-size", "8", *more
     )
     assert code == 0 and json.loads(out)["optimizer"]["params"]["lr"] == 2e-5
