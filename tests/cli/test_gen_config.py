@@ -68,8 +68,6 @@ def test_a_rate_that_nobody_gave_is_told(
 ) -> None:
     flags = ("--num-gpus-per-node", "2", "--gpu", "a100", "--train-batch-size", "8", *more)
     code, out, err = run(capsys, *flags)
-        capsys, "--num-gpus-per-node", "2", "--gpu", "a100", "--train-batch-size", "8", *more
-    )
     assert code == 0 and json.loads(out)["optimizer"]["params"]["lr"] == 2e-5
     note = "note: optimizer AdamW with lr 2e-05 (usual for a whole model); --lr sets it"
     assert (note in err) is said
