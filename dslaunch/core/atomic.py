@@ -13,9 +13,14 @@ from typing import Any
 def write_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
     """Replace ``path`` by ``data``: temp file beside it, fsync, rename, fsync of the folder.
 
-    ``mode`` is the file's permission bits; without it the umask decides.
+    ``mode`` is the file's permission bits; without it the umask decides. What is no regular file
+    (/dev/null, /dev/stdout, a pipe) is written to as it is, and a link stays one.
     Raises OSError as the file system gives it; ``path`` is then unchanged.
     """
+    if path.parent == Path("/dev") or (path.exists() and not path.is_file() and not path.is_dir()):
+        path.write_bytes(data)
+        return
+    path = Path(os.path.realpath(path))
     fd, temp_name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "wb") as stream:

@@ -23,6 +23,30 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_device_and_a_pipe_stay_what_they_are(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        atomic.write_text(pipe, "in the pipe")
+        assert os.read(reader, 100) == b"in the pipe"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    link = tmp_path / "null"
+    link.symlink_to("/dev/null")
+    atomic.write_text(link, "gone")
+    assert link.is_symlink() and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    target, link = tmp_path / "ds_config.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    atomic.write_text(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+
+
 def test_mode_follows_the_umask_or_what_is_asked(tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:
