@@ -105,8 +105,18 @@ class Launched:
         )
 
     def wait_for_files(self, directory: Path, *names: str) -> None:
-        """Until the ranks have made these files."""
-        wait_until(lambda: all((directory / name).exists() for name in names), f"{names} in {directory}")
+        """Until the ranks have made these files. Fails with what the launch has said on stderr."""
+        try:
+            wait_until(lambda: all((directory / name).exists() for name in names), f"{names} in {directory}")
+        except AssertionError as error:
+            ended, said = self.process.poll(), self._said_so_far()
+            raise AssertionError(f"{error}; the launch (exit code {ended}) said:\n{said}") from None
+
+    def _said_so_far(self) -> str:
+        if self.process.stderr is None:
+            return ""
+        os.set_blocking(self.process.stderr.fileno(), False)
+        return (self.process.stderr.read() or b"").decode("utf-8", "replace")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The events of one kind in events.jsonl."""
