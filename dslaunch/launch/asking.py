@@ -128,12 +128,14 @@ class Program:
 
     def _ending(self, until: float) -> str:
         if self._has_given_up(self.process.pid):
+            words = self._words()  # before our own KILL, of which a shell writes a word
             self._kill()
-            return self._words() or "it ended without a word"
+            return words or "it ended without a word"
         try:  # the end of its stdout need not be its own
             code = self.process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
+            words = self._words()
             self._kill()
             how = f"no answer within {self.timeout_s:g} s"
-            return f"{how}; it said: {words}" if (words := self._words()) else how
+            return f"{how}; it said: {words}" if words else how
         return self._words() or f"it ended with code {code}"
