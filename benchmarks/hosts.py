@@ -1,4 +1,4 @@
-"""What 10,000 hosts cost: their hostfile, filters, a Slurm list and the plan.
+"""What 10,000 hosts cost: their hostfile, filters, a Slurm list, the plan and the dry run of a launch.
 
     python benchmarks/hosts.py [--hosts 10000] [--runs 5] [--json]
 
@@ -26,7 +26,11 @@ def commands(num_hosts: int, folder: Path) -> dict[str, list[str]]:
     hostfile.write_text("".join(f"node{i:05d} slots=8\n" for i in range(num_hosts)), encoding="ascii")
     half = "@".join(f"node{i:05d}:0,1" for i in range(0, num_hosts, 2))
     flags = ["--hostfile", str(hostfile), "--gpu", "a100", "--num-gpus-per-node", "8"]
+    dry_run = ["launch", "--hostfile", str(hostfile), "--dry-run"]
+    command = ["--", "python", "train.py"]
     rows = {
+        "launch --hostfile FILE --dry-run": [*dry_run, *command],
+        "launch --exclude (half of them) --dry-run": [*dry_run, "--exclude", half, *command],
         "hosts FILE": ["hosts", str(hostfile)],
         "hosts FILE --include (half of them)": ["hosts", str(hostfile), "--include", half],
         "hosts FILE -o FILE": ["hosts", str(hostfile), "-o", "-"],
@@ -56,7 +60,7 @@ def main() -> int:
         f"{name}: {value:.3f} s, limit {LIMIT_S} s" for name, value in median.items() if value > LIMIT_S
     ]
     title = f"CPU seconds, {options.hosts} hosts"
-    return report(seconds, broken, title=title, width=46, as_json=options.json)
+    return report(seconds, broken, title=title, width=52, as_json=options.json)
 
 
 if __name__ == "__main__":

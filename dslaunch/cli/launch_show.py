@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -13,28 +14,36 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dslaunch.core.command import Command
-    from dslaunch.core.plan import LaunchPlan
+    from dslaunch.core.plan import LaunchPlan, Via
     from dslaunch.core.topology import Host
     from dslaunch.launch.record import RecordedPlan
+
+_ALL_SHOWN = 16  # hosts; of more the text has the first
+_SHOWN = 2
 
 
 def show(plan: RecordedPlan, launch: LaunchPlan, *, as_json: bool) -> None:
     """What would be started: the very orders and commands, with secrets and the port left open.
 
+    Of many hosts the text tells the first in full and what is alike of the others; the JSON object has all.
     ``launch``: what the ranks run, where that is another argv than the plan's own.
     """
     from dslaunch.core.command import holds_secret, quote
     from dslaunch.core.plan import to_json
-    from dslaunch.launch.orders import build_orders, check_launch, is_elsewhere
+    from dslaunch.launch.orders import build_orders, check_launch, common_orders, is_elsewhere
     from dslaunch.launch.text import utf8_environ
 
     environ = utf8_environ()
     check_launch(launch, environ)
     secret = [name for name, value in environ.items() if holds_secret(name, value)]
     environ.update(dict.fromkeys((*launch.secret_env, *secret), "(taken from the environment at start)"))
+    common = {there: common_orders(launch, environ, elsewhere=there) for there in (False, True)}
+    hosts = launch.topology.hosts
+    in_full = hosts if as_json or len(hosts) <= _ALL_SHOWN else hosts[:_SHOWN]
     shown = []
-    for node_rank, host in enumerate(launch.topology.hosts):
-        orders = build_orders(launch, node_rank, environ=environ, elsewhere=is_elsewhere(launch, host))
+    for node_rank, host in enumerate(in_full):
+        there = is_elsewhere(launch, host)
+        orders = build_orders(launch, node_rank, environ=environ, elsewhere=there, common=common[there])
         shown.append((orders, _starter(launch, host, orders, environ)))
     if as_json:
         commands = [
@@ -47,6 +56,29 @@ def show(plan: RecordedPlan, launch: LaunchPlan, *, as_json: bool) -> None:
     click.echo(f"run directory {quote(launch.run_dir)}  (nothing is started or written)")
     for orders, starter in shown:
         _show_host(orders, launch, starter)
+    if len(shown) < len(hosts):
+        _show_others(launch, len(shown))
+
+
+def _show_others(launch: LaunchPlan, first: int) -> None:
+    """Hosts from ``first`` on: those that follow each other and are alike in one line."""
+    from dslaunch.launch.ends import list_ranks
+    from dslaunch.launch.orders import way_to
+
+    click.echo("\nand likewise, with their own names and ranks (--json has the orders of each)\n")
+    hosts = launch.topology.hosts[first:]
+    rank = sum(len(host.slots) for host in launch.topology.hosts[:first])
+
+    def kind(host: Host) -> tuple[Via, str | None, int | None, tuple[str, ...]]:
+        return way_to(launch, host), host.user, host.port, host.slots
+
+    for (way, user, port, slots), alike in itertools.groupby(hosts, key=kind):
+        group = [host.name for host in alike]
+        ranks = range(rank, rank + len(group) * len(slots))
+        names = group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}, {len(group)} hosts"
+        login = (f", user {user}" if user else "") + (f", port {port}" if port else "")
+        click.echo(f"  {names} by {way}{login}: slots {','.join(slots)}, {list_ranks(ranks)}")
+        rank = ranks.stop
 
 
 def _starter(launch: LaunchPlan, host: Host, orders: dict[str, Any], environ: Mapping[str, str]) -> Command:

@@ -82,7 +82,7 @@ class RunDir:
         return self.path / "checkpoints"
 
     def rank_log(self, rank: int) -> Path:
-        return self.logs / f"rank-{rank}.log"
+        return self.logs / rank_log_name(rank)
 
     def checkpoint_steps(self) -> tuple[int, ...]:
         """The steps of its checkpoints, rising."""
@@ -131,6 +131,11 @@ def cache_dir(environ: dict[str, str] | os._Environ[str]) -> Path:
         return Path(environ["DSLAUNCH_CACHE"])
     xdg = environ.get("XDG_CACHE_HOME")
     return (Path(xdg) if xdg else Path.home() / ".cache") / "dslaunch"
+
+
+def rank_log_name(rank: int) -> str:
+    """In ``logs``."""
+    return f"rank-{rank}.log"
 
 
 def checkpoint_steps(root: Path) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class RankEnd:
         return self.asked and (self.code < 0 or self.code in _STOPPED)
 
 
-def list_ranks(ranks: list[int]) -> str:
+def list_ranks(ranks: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 0-4, 7``; of many gaps the first few."""
     shown = span(sorted(ranks), _SPANS_SHOWN)
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from dslaunch.core.command import RESERVED_VARIABLES, check_argv, check_env
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.packages import COMPARED
 from dslaunch.core.plan import LaunchPlan, Via
-from dslaunch.core.run_dir import RunDir
+from dslaunch.core.run_dir import RunDir, rank_log_name
 from dslaunch.core.topology import Host, RankPlace, is_this_machine, master_fault
 from dslaunch.launch.agent import PROTOCOL, cpu_key
 from dslaunch.launch.container import without_the_images_own
@@ -76,6 +77,7 @@ def build_orders(
     leased_port: int | None = None,
     witness: Mapping[str, Any] | None = None,
     needs_cache: bool = False,
+    common: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The orders of the agent on host ``node_rank``; agent.py tells the meaning of each key.
 
@@ -83,9 +85,33 @@ def build_orders(
     choices that the user made there already (TORCH_EXTENSIONS_DIR). ``elsewhere``: the
     host is not this machine, so what its ranks should have of that environment is sent.
     ``leased_port``: the master port, where this machine is host 0 and has it reserved.
-    ``needs_cache``: nothing can start where the cache cannot be written.
+    ``needs_cache``: nothing can start where the cache cannot be written. ``common``: what
+    :func:`common_orders` says of the same, for who asks for many hosts.
     """
-    host, run_dir = plan.topology.hosts[node_rank], RunDir(Path(plan.run_dir))
+    host, logs = plan.topology.hosts[node_rank], str(RunDir(Path(plan.run_dir)).logs)
+    common = common_orders(plan, environ, elsewhere=elsewhere) if common is None else common
+    return {
+        **common,
+        "host": host.name,
+        "visible_devices": _devices(host) if plan.device_type == "cuda" else None,
+        "witness": witness,
+        "cache": {**common["cache"], "needed": needs_cache},
+        "meet": _meet(plan, leased_port) if node_rank == 0 else None,
+        "ranks": [
+            {
+                "rank": place.rank,
+                "env": _rank_env(plan, place),
+                "args": [f"{plan.local_rank_arg}={place.local_rank}"] if plan.local_rank_arg else [],
+                "log": os.path.join(logs, rank_log_name(place.rank)),
+                "show": "all" if place.rank == 0 else "errors",
+            }
+            for place in plan.topology.ranks_on(node_rank)
+        ],
+    }
+
+
+def common_orders(plan: LaunchPlan, environ: Mapping[str, str], *, elsewhere: bool) -> dict[str, Any]:
+    """What of the orders is the same for all hosts that are ``elsewhere``, or for all that are not."""
     env = common_env(plan, environ)
     if plan.container is not None:
         env = {**without_the_images_own(forwarded(environ)), **env}
@@ -93,30 +119,16 @@ def build_orders(
         env = {**forwarded(environ), **env}
     return {
         "protocol": PROTOCOL,
-        "host": host.name,
         "argv": list(plan.argv),
         "cwd": plan.cwd,
         "env": {**env, **{name: environ[name] for name in plan.secret_env}},
-        "visible_devices": _devices(host) if plan.device_type == "cuda" else None,
         "auto_threads": True,
         "ops_cpu": cpu_key() if _ops_are_ours(plan, environ) else None,
-        "witness": witness,
-        "cache": {"path": cache_of(plan, environ), "needed": needs_cache},
+        "cache": {"path": cache_of(plan, environ)},
         "packages": list(COMPARED),
         "host_timeout_s": plan.host_timeout_s if elsewhere else None,
-        "meet": _meet(plan, leased_port) if node_rank == 0 else None,
         "failure_grace_s": plan.failure_grace_s,
         "checkpoint_grace_s": plan.checkpoint_grace_s,
-        "ranks": [
-            {
-                "rank": place.rank,
-                "env": _rank_env(plan, place),
-                "args": [f"{plan.local_rank_arg}={place.local_rank}"] if plan.local_rank_arg else [],
-                "log": str(run_dir.rank_log(place.rank)),
-                "show": "all" if place.rank == 0 else "errors",
-            }
-            for place in plan.topology.ranks_on(node_rank)
-        ],
     }
 
 

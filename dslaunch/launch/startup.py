@@ -20,7 +20,7 @@ from dslaunch.launch import local, mpich, openmpi, pdsh, slurm, ssh
 from dslaunch.launch.container import enter_words
 from dslaunch.launch.jit_cache import held_here
 from dslaunch.launch.link import AgentLink
-from dslaunch.launch.orders import build_orders, is_elsewhere, way_to
+from dslaunch.launch.orders import build_orders, common_orders, is_elsewhere, way_to
 from dslaunch.launch.preflight import ReadyHost, find_doubts, ready_host
 from dslaunch.launch.text import said
 from dslaunch.launch.verdict import describe_code
@@ -110,6 +110,7 @@ class Startup:
         self.leased_port: int | None = None
         self.keep_fds: Sequence[int] = ()
         self.witness: Mapping[str, Any] | None = None
+        self._common: Mapping[bool, dict[str, Any]] = {}  # by whether a host is elsewhere
         self.has_started = False
         self._answer_by = float("inf")
         self._look_at = float("inf")
@@ -136,6 +137,7 @@ class Startup:
         """What the agents are given besides the plan; see :func:`dslaunch.launch.orders.build_orders`."""
         self.environ, self.leased_port = environ, leased_port
         self.keep_fds, self.witness = keep_fds, witness
+        self._common = {e: common_orders(self.plan, environ, elsewhere=e) for e in (False, True)}
 
     @property
     def deadline(self) -> float:
@@ -174,6 +176,7 @@ class Startup:
             self.plan, node_rank, environ=self.environ, elsewhere=not is_local,
             leased_port=self.leased_port if node_rank == 0 else None,
             witness=None if is_local else self.witness, needs_cache=self.own_worker,
+            common=self._common[not is_local],
         )  # fmt: skip
         command = build_agent_command(host, orders, self.environ, enter_words(self.plan))
         return AgentLink(host, command, self.keep_fds, is_local=is_local)

@@ -82,12 +82,21 @@ def test_a_dry_run_shows_what_starts_each_agent(
 
 def test_a_dry_run_of_many_hosts_takes_no_open_files(tmp_path: Path) -> None:
     """The launch that it tells of would."""
-    (tmp_path / "hosts").write_text("".join(f"node{i} slots=1\n" for i in range(200)))
+    lines = [f"node{i} slots={2 if i == 150 else 1}\n" for i in range(199)] + ["bob@last slots=1\n"]
+    (tmp_path / "hosts").write_text("".join(lines))
     words = [sys.executable, "-m", "dslaunch", "launch", "--hostfile", "hosts", "--gpu", "cpu"]
     limited = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *words]
     dry = subprocess.run([*limited, "--dry-run", "--", "true"], cwd=tmp_path, capture_output=True, text=True)
     assert dry.returncode == 0, dry.stderr
     assert "note: 200 hosts take 728 open files here, and the limit is 256\n" in dry.stderr
+    # Two hosts in full, the others in a line for all that are alike, with not a rank left out.
+    assert dry.stdout.count("where the agent is started by") == 2
+    assert dry.stdout.partition(" has the orders of each)\n\n")[2].splitlines() == [
+        "  node2 to node149, 148 hosts by ssh: slots 0, ranks 2-149",
+        "  node150 by ssh: slots 0,1, ranks 150-151",
+        "  node151 to node198, 48 hosts by ssh: slots 0, ranks 152-199",
+        "  last by ssh, user bob: slots 0, rank 200",
+    ]
     real = subprocess.run([*limited, "--", "true"], cwd=tmp_path, capture_output=True, text=True)
     assert real.returncode == 3
     assert "200 hosts take 728 open files here, and the limit is 256; nothing was started" in real.stderr
