@@ -62,6 +62,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,6 +74,7 @@ TAIL_LINES = 30
 LAST = 300  # bytes of the line that a rank wrote last
 FLUSH_S = 0.2  # an unfinished line (a prompt, a progress bar) is logged after this long
 TICK_S = 0.05
+START_S = 0.02  # ranks are started for so long at a time
 SETTLE_S = 1.0  # helpers of a rank that ended well may take this long to end by themselves
 UNKILLABLE_S = 10.0
 REACH_S = 10.0  # for a connection to the host of rank 0
@@ -231,6 +233,8 @@ class Agent:
         self.unacked = 0
         self.dropped = 0
         self.ranks: list[Rank] = []
+        self.to_start: deque[Rank] = deque()
+        self.before_exec = dying_with_us()
         self.selector = selectors.DefaultSelector()
         self.stopping = False
         self.stop_signal = 0  # one that somebody sent to this process
@@ -339,36 +343,35 @@ class Agent:
     def log_error(self, rank: int, why: str) -> None:
         self.send("log_error", rank=rank, message=why)
 
-    def start(self, program: bytes, env: dict[bytes, bytes], cwd: bytes) -> None:
-        argv = [to_bytes(word) for word in self.orders["argv"]]
-        libc = ctypes.CDLL(None, use_errno=True)
-        me = os.getpid()
+    def start_some(self) -> None:
+        """Start ranks for a moment. A cancel, a rank's end and output are seen to before the next ones."""
+        until = time.monotonic() + START_S
+        try:
+            while self.to_start and time.monotonic() < until:
+                self.start(self.to_start.popleft())
+        except Refusal as refusal:
+            self.refuse(refusal)
 
-        def before_exec() -> None:
-            libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-            if os.getppid() != me:  # the agent died before the line above
-                os._exit(1)
-
-        for rank in self.ranks:
-            if self.stopping:  # the supervisor went away: a rank started now would not be told
-                break
-            try:
-                rank.process = subprocess.Popen(
-                    argv + rank.args, executable=program, cwd=cwd, env={**env, **rank.env},
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-                    start_new_session=True, preexec_fn=before_exec,
-                )  # fmt: skip
-            except OSError as error:
-                raise Refusal(*start_problem(self.orders["argv"][0], error)) from None
-            assert rank.process.stdout and rank.process.stderr
-            rank.alive = True
-            rank.streams = [
-                Stream(rank, "stdout", rank.process.stdout.fileno(), self.take_lines),
-                Stream(rank, "stderr", rank.process.stderr.fileno(), self.take_lines),
-            ]
-            for stream in rank.streams:
-                self.selector.register(stream.fd, selectors.EVENT_READ, stream)
-            self.send("start", rank=rank.number, pid=rank.pid, mono=time.monotonic())
+    def start(self, rank: Rank) -> None:
+        assert self.prepared is not None
+        program, env, cwd = self.prepared
+        try:
+            rank.process = subprocess.Popen(
+                [to_bytes(word) for word in self.orders["argv"]] + rank.args, executable=program, cwd=cwd,
+                env={**env, **rank.env}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, bufsize=0, start_new_session=True, preexec_fn=self.before_exec,
+            )  # fmt: skip
+        except OSError as error:
+            raise Refusal(*start_problem(self.orders["argv"][0], error)) from None
+        assert rank.process.stdout and rank.process.stderr
+        rank.alive = True
+        rank.streams = [
+            Stream(rank, "stdout", rank.process.stdout.fileno(), self.take_lines),
+            Stream(rank, "stderr", rank.process.stderr.fileno(), self.take_lines),
+        ]
+        for stream in rank.streams:
+            self.selector.register(stream.fd, selectors.EVENT_READ, stream)
+        self.send("start", rank=rank.number, pid=rank.pid, mono=time.monotonic())
 
     # --- what is read -------------------------------------------------------------------------
 
@@ -447,16 +450,13 @@ class Agent:
         if self.stopping or self.started or self.prepared is None:
             return
         self.started = True
-        program, env, cwd = self.prepared
+        env = self.prepared[1]
         self.lease.stop_listening()
         env.update((to_bytes(k), to_bytes(v)) for k, v in command["env"].items())
         if command["net"] and (interface := interface_to(command["env"]["MASTER_ADDR"])):
             for name in (b"GLOO_SOCKET_IFNAME", b"NCCL_SOCKET_IFNAME"):
                 env.setdefault(name, to_bytes(interface))
-        try:
-            self.start(program, env, cwd)
-        except Refusal as refusal:
-            self.refuse(refusal)
+        self.to_start.extend(self.ranks)
 
     def refuse(self, refusal: Refusal) -> None:
         self.refused = True
@@ -543,6 +543,7 @@ class Agent:
         if self.stopping:
             return
         self.stopping = True
+        self.to_start.clear()
         for rank in self.ranks:
             if rank.alive:
                 self.wait_for_shells = self.wait_for_shells or program_name(rank.pid) in SHELLS
@@ -559,6 +560,8 @@ class Agent:
             for stream in rank.streams:
                 if stream.pending and now - stream.pending_since >= FLUSH_S:
                     stream.flush()
+        if self.to_start:
+            return False
         if any(rank.alive for rank in self.ranks):
             if now >= self.deadline:
                 for rank in self.ranks:
@@ -635,6 +638,8 @@ class Agent:
             self.selector.unregister(1)
 
     def timeout(self, now: float) -> float | None:
+        if self.to_start:
+            return 0
         if self.stopping or (self.started and not any(rank.alive for rank in self.ranks)):
             return TICK_S
         if any(stream.pending for rank in self.ranks for stream in rank.streams):
@@ -646,6 +651,7 @@ class Agent:
         self.selector.register(wake_fd, selectors.EVENT_READ, "wake")
         self.feed(b"")  # commands that came together with the orders
         while not self.tick(time.monotonic()):
+            self.start_some()
             self.set_reading()
             self.set_writing(bool(self.outbox))
             for key, _ in self.selector.select(self.timeout(time.monotonic())):
@@ -1245,6 +1251,19 @@ def end_children() -> None:
         for pid in children:
             send_signal(pid, signal.SIGKILL)
         signal.sigtimedwait({signal.SIGCHLD}, TICK_S)
+
+
+def dying_with_us() -> Callable[[], None]:
+    """What a new process is to do before it is another program: the kernel kills it where we are killed."""
+    libc = ctypes.CDLL(None)
+    me = os.getpid()
+
+    def before_exec() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        if os.getppid() != me:  # we died before the line above
+            os._exit(1)
+
+    return before_exec
 
 
 def prctl(option: int, value: int | bytes) -> int:

@@ -90,6 +90,28 @@ def test_a_way_that_hands_no_stdin_on_is_told_in_words() -> None:
     assert done.stderr == b"nothing came on stdin: does ssh -n, StdinNull or a wrapper keep it?\n"
 
 
+def test_a_stop_comes_between_the_starts_of_many_ranks(tmp_path: Path) -> None:
+    rank = {"env": {}, "log": str(tmp_path / "log"), "show": "all"}
+    ranks = [{"rank": number, **rank} for number in range(300)]
+    process = start()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(orders(tmp_path, ["sh", "-c", "echo up; exec sleep 300"], ranks=ranks))
+    process.stdin.flush()
+    said = b""
+    while b'"output"' not in said:  # comes while others start
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    process.stdin.write(b'{"command": "stop", "grace_s": 5}\n')
+    process.stdin.flush()
+    happened = events(said + process.stdout.read())
+    assert process.wait(30) == 0
+    starts = [event["rank"] for event in happened if event["event"] == "start"]
+    ends = [(event["rank"], event["code"]) for event in happened if event["event"] == "exit"]
+    assert len(starts) < len(ranks)
+    assert sorted(ends) == [(number, -signal.SIGTERM) for number in starts]
+
+
 def test_end_of_stdin_stops_ranks_that_ignore_term(tmp_path: Path) -> None:
     process = start()
     stubborn = "trap '' TERM; touch ready; while :; do sleep 1; done"
