@@ -52,10 +52,12 @@ def status_lines(status: RunStatus, now: datetime) -> list[str]:
 def _state(status: RunStatus, now: datetime) -> str:
     ranks = f"{status.ranks_up} of {status.world_size} ranks up on {_hosts(status)}"
     again = f", restart {status.restarts}" if status.restarts else ""
+    ago = f" {_since(status.restarted, now)} ago" if status.restarts else ""
+    up = "waits to be started again" if status.ended else f"{status.hosts_up} of {len(status.hosts)} hosts up"
     words = {
         "not started": "not started",
-        "starting": f"starting, {status.hosts_up} of {len(status.hosts)} hosts up{again}",
-        "running": f"running for {_since(status.started, now)}: {ranks}{again}",
+        "starting": f"starting, {up}{again}",
+        "running": f"running for {_since(status.started, now)}: {ranks}{again}{ago}",
         "done": f"done after {_between(status)}",
         "stopped": f"stopped at a checkpoint after {_between(status)} (exit code 75)",
         "cancelled": f"cancelled after {_between(status)} (exit code {status.exit_code})",

@@ -19,7 +19,7 @@ Its stdin is JSON lines. The first is the orders::
      "ranks": [{"rank": 0, "env": {...}, "args": [...], "log": "...", "show": "all" | "errors"}]}
 
 then commands: ``{"command": "reach", "addr": "...", "port": n}``, ``{"command":
-"start", "env": {...}, "net": true}``, ``{"command": "stop", "grace_s": 5}``,
+"start", "env": {...}, "net": true, "time": "2026-01-31T12:00:00Z"}``, ``{"command": "stop", "grace_s": 5}``,
 ``{"command": "kill"}``, ``{"command": "signal", "name": "USR1"}``, ``{"command":
 "ack", "bytes": n}``, ``{"command": "beat"}``. End of stdin, or no command for
 ``host_timeout_s``, means that the supervisor is gone: the ranks are stopped.
@@ -74,7 +74,7 @@ TAIL_LINES = 30
 LAST = 300  # bytes of the line that a rank wrote last
 FLUSH_S = 0.2  # an unfinished line (a prompt, a progress bar) is logged after this long
 TICK_S = 0.05
-START_S = 0.02  # ranks are started for so long at a time
+START_S = 0.05  # ranks are started for so long at a time
 SETTLE_S = 1.0  # helpers of a rank that ended well may take this long to end by themselves
 UNKILLABLE_S = 10.0
 REACH_S = 10.0  # for a connection to the host of rank 0
@@ -116,8 +116,13 @@ class Log:
     def __init__(self, path: bytes, on_error: Callable[[str], None]) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.is_used = os.fstat(self.fd).st_size > 0  # by an earlier start of the run
         self.on_error = on_error
         self.lost = 0
+
+    def mark_start(self, when: str) -> None:
+        if self.is_used:
+            self.write(to_bytes(f"\n[dslaunch: started anew {when}]\n"))
 
     def write(self, data: bytes) -> None:
         if self.lost:
@@ -456,6 +461,8 @@ class Agent:
         if command["net"] and (interface := interface_to(command["env"]["MASTER_ADDR"])):
             for name in (b"GLOO_SOCKET_IFNAME", b"NCCL_SOCKET_IFNAME"):
                 env.setdefault(name, to_bytes(interface))
+        for rank in self.ranks:
+            rank.log.mark_start(command["time"])
         self.to_start.extend(self.ranks)
 
     def refuse(self, refusal: Refusal) -> None:
@@ -1167,8 +1174,9 @@ def process_state(pid: int) -> str:
 
 
 def lines_of(data: bytes) -> list[str]:
-    """The lines that are not empty, a progress bar's states too."""
-    return [to_text(line) for line in data.replace(b"\r", b"\n").split(b"\n") if line.strip()]
+    """The lines that are not empty, of a progress bar its last state."""
+    states = [[state for state in line.split(b"\r") if state.strip()][-1:] for line in data.split(b"\n")]
+    return [to_text(line) for state in states for line in state]
 
 
 def send_signal(pid: int, number: int) -> None:

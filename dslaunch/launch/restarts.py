@@ -27,7 +27,7 @@ from dslaunch.core.topology import Host, Topology
 from dslaunch.launch.signals import SignalInbox
 from dslaunch.launch.startup import HostsUnusable
 from dslaunch.launch.supervisor import supervise
-from dslaunch.launch.verdict import Outcome
+from dslaunch.launch.verdict import Outcome, render_end
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 2.0, 60.0
 _FRUITLESS_STARTS = 2  # in a row: a rank failed before anything was gained
@@ -56,7 +56,8 @@ def supervise_with_restarts(
         outcome: Outcome | None = None
         try:
             outcome = supervise(
-                restarts.plan, events=events, signals=signals, own_worker=own_worker, **more
+                restarts.plan, events=events, signals=signals, own_worker=own_worker,
+                restart=restarts.number, **more,
             )  # fmt: skip
         except EnvironmentNotReady as error:
             if last is None:
@@ -67,12 +68,16 @@ def supervise_with_restarts(
         again = restarts.next(outcome, culprits, lived_s=time.monotonic() - started)
         if again is not None and _wait(again, signals, events):
             continue
-        if restarts.is_crash_loop:
-            text = f"{_FRUITLESS_STARTS} starts in a row failed before anything was gained: not started again"
-            tell(f"dslaunch: a crash loop: {text}")
         assert last is not None
+        if restarts.is_crash_loop:  # one more line of the last block, as that is
+            what = f"{_FRUITLESS_STARTS} starts in a row failed before anything was gained"
+            tell(f"  restarts     a crash loop: {what}; not started again")
         if refusal is not None:
             _tell_refused(restarts.number, refusal, last, events)
+        if (
+            refusal is not None or again is not None
+        ):  # something was said behind the block, which is to be last
+            tell(render_end(last, RunDir(Path(plan.run_dir)), shown=frozenset()).rstrip("\n"))
         return last
 
 

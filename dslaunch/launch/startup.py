@@ -14,6 +14,7 @@ from typing import Any
 
 from dslaunch.core.command import Command
 from dslaunch.core.errors import EnvironmentNotReady
+from dslaunch.core.events import utc_now
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host
 from dslaunch.launch import local, mpich, openmpi, pdsh, slurm, ssh
@@ -283,7 +284,7 @@ class Startup:
         addr, port = self.meeting_point()
         env = {"MASTER_ADDR": addr, "MASTER_PORT": str(port)}
         for link in self._links.values():
-            link.send("start", env=env, net=self.plan.topology.num_nodes > 1)
+            link.send("start", env=env, net=self.plan.topology.num_nodes > 1, time=utc_now())
 
     def give_up(self) -> None:
         """Start nothing more. What has not led to a host yet ends now: it might try for minutes."""

@@ -43,6 +43,7 @@ def supervise(
     keep_fds: Sequence[int] = (),
     signals: SignalInbox | None = None,
     own_worker: bool = False,
+    restart: int = 0,
 ) -> Outcome:
     """Start every rank of ``plan`` and stay until nothing of them is left.
 
@@ -52,6 +53,7 @@ def supervise(
     it is held until the ranks are gone, even where this process is killed before them.
     ``signals`` is an inbox that is entered already; a cancel in it starts nothing.
     ``own_worker``: the ranks are dslaunch's own, so that their exit codes have its meaning.
+    ``restart``: how many starts of this launch came before.
 
     The exit code is the first failing rank's own, 128+n for a signal; 128+n when
     signal n cancelled the launch; 75 when all ranks stopped at a checkpoint; 1
@@ -64,12 +66,11 @@ def supervise(
     lease = lease_port(plan.master_port) if here else None
     try:
         with SignalInbox() if signals is None else contextlib.nullcontext(signals) as inbox:
-            screen = Screen(out, err, plan.run_dir)
-            launch = _Launch(plan, inbox, SafeEvents(events), screen, own_worker)
+            launch = _Launch(plan, inbox, SafeEvents(events), Screen(out, err, plan.run_dir), own_worker)
             try:
                 with lay_run_witness(plan, own_worker) as witness:
                     launch.startup.equip(environ, None if lease is None else lease.port, keep_fds, witness)
-                    launch.start()
+                    launch.start(restart)
                     launch.serve()
                 return launch.finish()
             finally:
@@ -119,9 +120,10 @@ class _Launch:
 
     # --- starting and serving -------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, restart: int) -> None:
         self.events.write(
             "launch_start",
+            restart=restart,
             world_size=self.plan.topology.world_size,
             hosts=[host.name for host in self.plan.topology.hosts],
             via=self.plan.via,

@@ -44,7 +44,10 @@ class Progress:
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """``gone``: the launcher ended without a word, most often by KILL. ``stopped``: at a checkpoint.
-    ``unknown``: another launcher started our trainer, which has not come to its end."""
+    ``unknown``: another launcher started our trainer, which has not come to its end.
+
+    ``started`` is of the last launch, ``restarted`` of its last restart.
+    """
 
     run_dir: str
     name: str
@@ -57,6 +60,7 @@ class RunStatus:
     started: str | None
     ended: str | None
     restarts: int
+    restarted: str | None
     trouble: tuple[str, ...]  # what went wrong, in words, first things first
     progress: Progress | None
     checkpoints: tuple[int, ...]
@@ -76,20 +80,20 @@ class RunStatus:
 
 # What is read of an event of each kind, and of what type; a line without it is left out.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
-    "launch_start": ("time",), "launch_end": ("time", "exit_code"), "restart": ("number",),
+    "launch_start": ("time",), "launch_end": ("time", "exit_code"),
     "host_up": ("host",), "host_lost": ("host", "how"),
     "ranks_start": (), "rank_start": ("rank",), "rank_exit": ("rank",),
     "first_failure": ("rank", "host", "how"), "rank_error": ("rank", "message"),
     "train_start": ("time",), "resumed": ("time",), "train_end": ("time",), "train_stopped": ("time",),
     "train": ("time", "step"), "eval": (),
 }  # fmt: skip
-_NUMBERS = ("exit_code", "number", "rank", "step")
+_NUMBERS = ("exit_code", "rank", "step")
 _TRAINERS_ENDS = {"train_end": EXIT_OK, "train_stopped": EXIT_STOPPED_AT_CHECKPOINT}
 
 
 @dataclass
 class _Story:
-    """The last start of a run as its events tell it."""
+    """The last start of a run as its events tell it; ``started`` is when its launch was."""
 
     started: str | None = None
     ended: str | None = None
@@ -98,7 +102,8 @@ class _Story:
     by_another: bool = False  # launcher: only the trainer tells how it goes
     hosts_up: set[str] = field(default_factory=set)
     ranks_up: set[int] = field(default_factory=set)
-    restarts: int = 0
+    restarts: int = 0  # of this launch
+    restarted: str | None = None
     total_steps: int | None = None
     trouble: list[str] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)  # what each rank itself said
@@ -110,10 +115,7 @@ class _Story:
     def add(self, event: dict[str, Any]) -> None:
         kind = event.get("kind")
         if kind == "launch_start":
-            restarts, before = self.restarts, (self.failed_rank, tuple(self.trouble))
-            self.__init__(started=event["time"], restarts=restarts, before=before)  # type: ignore[misc]
-        elif kind == "restart":
-            self.restarts = event["number"]
+            self.__init__(**self._of_launch(event))  # type: ignore[misc]
         elif kind == "host_up":
             self.hosts_up.add(event["host"])
         elif kind == "ranks_start":
@@ -154,6 +156,14 @@ class _Story:
             elif event.get("refused"):
                 self.trouble.append(str(event["refused"]))
 
+    def _of_launch(self, event: dict[str, Any]) -> dict[str, Any]:
+        """What a start that begins so has of the one before."""
+        restart = event.get("restart")
+        if self.started is None or not isinstance(restart, int) or restart < 1:
+            return {"started": event["time"]}
+        before = (self.failed_rank, tuple(self.trouble))
+        return {"started": self.started, "restarts": restart, "restarted": event["time"], "before": before}
+
 
 def load_status(path: Path) -> RunStatus:
     """The status of the run in ``path``. Raises ConfigError where there is no run."""
@@ -178,6 +188,7 @@ def load_status(path: Path) -> RunStatus:
         started=story.started,
         ended=story.ended,
         restarts=story.restarts,
+        restarted=story.restarted,
         trouble=tuple(story.trouble),
         progress=progress,
         checkpoints=run_dir.checkpoint_steps(),

@@ -24,7 +24,7 @@ from tests.launch.launching import wait_until
 SOURCE = Path(agent.__file__).read_text(encoding="utf-8")
 
 
-START = b'{"command": "start", "env": {}, "net": false}\n'
+START = b'{"command": "start", "env": {}, "net": false, "time": "now"}\n'
 
 
 def orders(tmp_path: Path, argv: list[str], **more: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -122,12 +123,22 @@ def test_a_crash_loop_says_why_it_ends(launch: Launch) -> None:
     code, _, err = launch(python("sys.exit(9)"), "--max-restarts", "5").wait()
     assert code == 9
     assert err.count("starting again") == 1
-    assert "dslaunch: a crash loop: 2 starts in a row failed before anything was gained: not started" in err
+    last = err[err.rindex("dslaunch: rank") :].splitlines()  # the block, and nothing behind it
+    assert [line.split("  ")[1] for line in last[1:]] == [
+        "it wrote nothing to stderr",
+        "log",
+        "others",
+        "restarts",
+    ]
+    assert last[-1].endswith(
+        "a crash loop: 2 starts in a row failed before anything was gained; not started again"
+    )
 
 
 def test_a_command_that_fails_once_is_run_again(launch: Launch, tmp_path: Path) -> None:
     code = (
         "count = os.environ.get('DSLAUNCH_RESTART_COUNT', '0')\n"
+        "print('start', count)\n"
         "touch(f'start-{count}-{rank}')\n"
         "while not os.path.exists(f'start-{count}-0'): time.sleep(0.01)\n"
         "sys.exit(9 if count == '0' and rank == 1 else 0)"
@@ -140,11 +151,16 @@ def test_a_command_that_fails_once_is_run_again(launch: Launch, tmp_path: Path) 
     ]  # fmt: skip
     assert "dslaunch: starting again in 2 s (restart 1)" in err
     assert [event["number"] for event in launched.events("restart")] == [1]
-    assert len(launched.events("launch_start")) == 2
+    first, second = launched.events("launch_start")
+    status = load_status(tmp_path / "run")
+    assert (status.started, status.restarted, status.restarts) == (first["time"], second["time"], 1)
+    log = (tmp_path / "run/logs/rank-1.log").read_text()
+    assert re.fullmatch(r"start 0\n\n\[dslaunch: started anew 20\S+Z\]\nstart 1\n", log), log
 
 
 REFUSED_LATER = (
     'touch(f\'start-{os.environ.get("DSLAUNCH_RESTART_COUNT", "0")}-{rank}\')\n'
+    "while not os.path.exists('start-0-1'): time.sleep(0.01)\n"
     "os.rename('here', 'gone') if rank == 0 and os.path.exists('here') else None\n"
     "sys.exit(9 * rank)"
 )
@@ -156,7 +172,9 @@ def test_a_restart_that_is_refused_does_not_hide_what_failed(launch: Launch, tmp
     launched = launch(command, "--max-restarts", "1")
     exit_code, _, err = launched.wait()
     assert exit_code == 9, err
-    assert "dslaunch: restart 1: no program ./here; nothing was started" in err
+    _, refused, last = err.partition("dslaunch: restart 1: no program ./here; nothing was started\n")
+    assert refused, err
+    assert last.startswith("dslaunch: rank 1 on localhost failed first: it exited with code 9 ")
     status = load_status(tmp_path / "run")
     assert (status.state, status.exit_code, status.failed_rank) == ("failed", 9, 1)
     assert status.trouble[0] == "rank 1 on localhost failed first: it exited with code 9"
@@ -169,7 +187,9 @@ def test_a_cancel_while_it_waits_is_the_end(launch: Launch, tmp_path: Path) -> N
     launched.process.send_signal(signal.SIGINT)
     code, _, err = launched.wait()
     assert code == 9
-    assert err.endswith("dslaunch: Ctrl-C: not started again\n")
+    _, told, last = err.partition("dslaunch: Ctrl-C: not started again\n")
+    assert told, err
+    assert last.startswith("dslaunch: rank ") and "failed first: it exited with code 9 " in last
     assert [event["signal"] for event in launched.events("launcher_signal")] == ["SIGINT"]
     assert len(launched.events("launch_start")) == 1
 

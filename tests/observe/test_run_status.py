@@ -109,14 +109,20 @@ def test_afterwards(tmp_path: Path, events: list[dict[str, Any]], state: str) ->
     assert load_status(run(tmp_path, events)).state == state
 
 
-def test_what_went_wrong_is_that_of_the_last_start(tmp_path: Path) -> None:
-    again = [{"kind": "restart", "number": 1}]
-    first = load_status(run(tmp_path, [START, UP, *RANKS, FAILED, end(9)]))
+def test_what_went_wrong_is_that_of_the_last_start_and_the_time_that_of_the_launch(tmp_path: Path) -> None:
+    begun, waits = [START, UP, *RANKS, FAILED, end(9)], {"kind": "restart", "number": 1}
+    again = {**START, "restart": 1, "time": "2026-01-02T03:05:07.000Z"}
+    first = load_status(run(tmp_path, [*begun, waits]))  # and was cancelled while it did
     assert first.trouble == ("rank 1 on a failed first: it exited with code 9",)
-    assert (first.failed_rank, first.exit_code, first.restarts) == (1, 9, 0)
-    write_lines(tmp_path / "r/events.jsonl", [START, UP, *RANKS, FAILED, end(9), *again, START, UP, *RANKS])
+    assert (first.failed_rank, first.exit_code, first.restarts, first.restarted) == (1, 9, 0, None)
+    write_lines(tmp_path / "r/events.jsonl", [*begun, waits, again, UP, *RANKS])
     second = load_status(tmp_path / "r")
     assert (second.trouble, second.failed_rank, second.restarts) == ((), None, 1)
+    assert (second.started, second.restarted) == (START["time"], again["time"])
+    resumed = {**START, "restart": 0, "time": "2026-01-02T04:00:00.000Z"}  # by another launch
+    write_lines(tmp_path / "r/events.jsonl", [*begun, waits, again, UP, *RANKS, end(9), resumed, UP])
+    third = load_status(tmp_path / "r")
+    assert (third.started, third.restarts, third.restarted) == (resumed["time"], 0, None)
 
 
 def training(tmp_path: Path, *rows: dict[str, Any]) -> RunStatus:
