@@ -114,8 +114,16 @@ def devices_text(inventory: Inventory) -> str:
 
 
 def hosts_to_exclude(probed: Sequence[Probed], findings: Sequence[HostFinding]) -> tuple[str, ...]:
-    """The hosts with an error; empty where none would be left without them."""
-    bad = {finding.host for finding in findings if finding.severity == "error"}
+    """The hosts with an error that not all have; empty where none would be left without them.
+
+    What all have is the matter of no host: a lock on a file system that they share, say.
+    """
+    errors = [finding for finding in findings if finding.severity == "error"]
+    hosts_of: dict[tuple[str, str], set[str]] = {}
+    for finding in errors:
+        hosts_of.setdefault((finding.code, finding.message), set()).add(finding.host)
+    everywhere = {what for what, hosts in hosts_of.items() if len(hosts) == len(probed) > 1}
+    bad = {finding.host for finding in errors if (finding.code, finding.message) not in everywhere}
     chosen = tuple(one.host.name for one in probed if one.host.name in bad)
     return chosen if len(chosen) < len(probed) else ()
 

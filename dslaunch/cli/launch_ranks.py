@@ -20,6 +20,7 @@ class Ranks(NamedTuple):
     topology: Topology
     via: Via
     spares: tuple[Host, ...]
+    devices: tuple[str, ...] = ()  # names of GPUs, where somebody said them
 
 
 def choose_ranks(request: LaunchRequest) -> Ranks:
@@ -59,7 +60,7 @@ def choose_ranks(request: LaunchRequest) -> Ranks:
     via, why = choose_via(hosts, facts) if asked is None else (asked, "")
     if why and via != "local":
         show_notes((f"launch.via {via}: {why}",))
-    return Ranks(hosts.device_type, hosts.topology, via, hosts.spares)
+    return Ranks(hosts.device_type, hosts.topology, via, hosts.spares, hosts.gpu_names)
 
 
 def _local_ranks(num_ranks: int | None) -> tuple[Literal["cpu", "cuda"], Topology]:

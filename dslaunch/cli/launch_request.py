@@ -235,6 +235,7 @@ def _resolve_command(request: LaunchRequest, words: tuple[str, ...]) -> CommandP
         cwd=utf8(os.getcwd()),
         container=None if request.container is None else options.container_plan(request.container),
         device_type=ranks.device_type,
+        devices=ranks.devices,
         via=ranks.via,
         local_rank_arg=request.local_rank_arg,
         spare_hosts=ranks.spares if request.max_restarts else (),

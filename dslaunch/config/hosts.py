@@ -41,6 +41,11 @@ class ResolvedHosts:
         return None if self.groups is None else tuple(group.device for group in self.groups)
 
     @property
+    def gpu_names(self) -> tuple[str, ...]:
+        """Each kind once, for a plan; empty where they are not known."""
+        return tuple(dict.fromkeys(device.name for device in self.devices or () if device.arch))
+
+    @property
     def memory_gib(self) -> float | None:
         """What the smallest device of the run has; None where one is not known, and for CPUs."""
         sizes = [device.memory_gib for device in self.devices or ()]

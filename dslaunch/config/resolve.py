@@ -259,7 +259,7 @@ class _Parts:
             via=via,
             container=self.container(),
             device_type=hosts.device_type,
-            devices=tuple(dict.fromkeys(device.name for device in hosts.devices or () if device.arch)),
+            devices=hosts.gpu_names,
             master_addr=cluster.master_addr,
             master_port=cluster.master_port,
             env=dict(spec.env),

@@ -11,6 +11,7 @@ from dslaunch.core.devices import Device, named_device
 
 GIB = 2**30
 _SHM_PER_RANK = GIB
+_FREE_SHM_PER_RANK = GIB // 4
 _LEAST_CACHE = GIB
 _LEAST_INODES = 1000
 _LEAST_FILES = 1024
@@ -211,16 +212,7 @@ def kind_doubts(found: Iterable[Device], planned: Collection[Device]) -> Iterato
 
 def limit_doubts(found: Surroundings, num_ranks: int) -> Iterator[Doubt]:
     """/dev/shm for so many ranks, open files and locked memory."""
-    total = found.shm.total_bytes
-    if total is not None and total < num_ranks * _SHM_PER_RANK:
-        size = f"{gib(total)} for {num_ranks} rank{'s' if num_ranks > 1 else ''}"
-        enough = f"{max(8, 2 * num_ranks)}g"
-        yield Doubt(
-            "shm",
-            f"/dev/shm is {size}: NCCL and data loaders die of a bus error where it is full",
-            f"docker run --shm-size={enough} (or --ipc=host);"
-            f" on a host: mount -o remount,size={enough} /dev/shm",
-        )
+    yield from _shm_doubts(found.shm, num_ranks)
     if -1 < found.nofile < _LEAST_FILES:
         yield Doubt("nofile", f"a process may open {found.nofile} files", "ulimit -n 65536")
     if found.infiniband and found.memlock != -1:
@@ -228,6 +220,26 @@ def limit_doubts(found: Surroundings, num_ranks: int) -> Iterator[Doubt]:
             "memlock",
             f"it has InfiniBand, and a process may lock {gib(found.memlock)} of memory",
             "set memlock to unlimited (limits.conf; for ssh in sshd's own limits)",
+        )
+
+
+def _shm_doubts(shm: Space, num_ranks: int) -> Iterator[Doubt]:
+    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    why = "NCCL and data loaders die of a bus error where it is full"
+    total, free = shm.total_bytes, shm.free_bytes
+    if total is not None and total < num_ranks * _SHM_PER_RANK:
+        enough = f"{max(8, 2 * num_ranks)}g"
+        yield Doubt(
+            "shm",
+            f"/dev/shm is {gib(total)} for {ranks}: {why}",
+            f"docker run --shm-size={enough} (or --ipc=host);"
+            f" on a host: mount -o remount,size={enough} /dev/shm",
+        )
+    elif total is not None and free is not None and free < num_ranks * _FREE_SHM_PER_RANK:
+        yield Doubt(
+            "shm",
+            f"of /dev/shm {gib(free)} of {gib(total)} are free for {ranks}: {why}",
+            "killed programs leave files there: see ls -l /dev/shm, and remove what is yours",
         )
 
 

@@ -320,11 +320,11 @@ class Startup:
         """The error that names every host that cannot be used, and why."""
         if not self._unusable:
             return None
-        hosts = list(self._unusable)
+        hosts = [host.name for host in self.plan.topology.hosts if host.name in self._unusable]
         hints = {hint for _, hint in self._unusable.values()}
         cure = hints.pop() if len(hints) == 1 else None
         hint = "; or ".join(filter(None, (cure, self._without(hosts)))) or None
-        lines = [f"{host}: {why}" for host, (why, _) in self._unusable.items()]
+        lines = [f"{host}: {self._unusable[host][0]}" for host in hosts]
         if len(hosts) == 1:
             return HostsUnusable(f"host {lines[0]}; nothing was started", hosts, hint=hint)
         head = f"{len(hosts)} of {self.plan.topology.num_nodes} hosts cannot be used; nothing was started:"

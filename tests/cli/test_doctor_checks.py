@@ -190,6 +190,22 @@ def report(probed: list[Probed]) -> Report:
     )  # fmt: skip
 
 
+def test_what_all_hosts_have_is_the_matter_of_none() -> None:
+    """A lock on a file system that they share; one of them besides cannot write its cache."""
+    left = replace(FACTS, locks=(TorchLock(path="/c/ops/x/lock", held=False),))
+    hosts = [replace(fine(name), facts=left) for name in NODES]
+    script = replace(WANTED, is_trainer=False)
+
+    def exclude() -> tuple[str, ...]:
+        return hosts_to_exclude(hosts, find_problems(hosts, dict.fromkeys(NODES, A100S), script))
+
+    assert exclude() == ()
+    hosts[1] = replace(hosts[1], facts=replace(left, cache_problem="No space left on device"))
+    assert exclude() == ("b",)
+    hosts[:] = [replace(hosts[0], facts=replace(left, cache_problem="No space left on device"))]
+    assert exclude() == ()  # none would be left
+
+
 def test_the_report_of_several_hosts() -> None:
     other = replace(FACTS, interpreter=replace(PYTHON, packages={**VERSIONS, "torch": "2.8.0"}))
     hosts = [fine("a"), replace(fine("b"), facts=other), fine("c"),

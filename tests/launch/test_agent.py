@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +18,10 @@ import pytest
 from dslaunch.core.command import Command
 from dslaunch.core.topology import Host
 from dslaunch.launch import agent
-from dslaunch.launch.carried import loader_argv
+from dslaunch.launch.carried import LOADER, loader_argv, packed_agent
 from dslaunch.launch.link import AgentLink
 from tests.launch.launching import wait_until
+from tests.support.machine import CANNOT_RUN
 
 SOURCE = Path(agent.__file__).read_text(encoding="utf-8")
 
@@ -62,6 +64,31 @@ def events(output: bytes) -> list[dict[str, Any]]:
 def test_it_is_python_3_8() -> None:
     ast.parse(SOURCE, feature_version=(3, 8))
     assert "from __future__ import annotations" in SOURCE  # list[int] is no type at run time in 3.8
+
+
+def test_it_runs_under_python_3_8(tmp_path: Path) -> None:
+    """The real one, where this machine has it: by its name, or as pyenv keeps it."""
+    kept = sorted(
+        Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv").glob("versions/3.8.*/bin/python")
+    )
+    for python in [*map(str, kept), *filter(None, [shutil.which("python3.8")])]:
+        if subprocess.run([python, "--version"], capture_output=True, timeout=30).returncode == 0:
+            break
+    else:
+        pytest.skip(f"{CANNOT_RUN}there is no Python 3.8")
+    environ = {"env": {"SAID": "it's %n"}, "packages": ["torch"], "host_timeout_s": 30.0}
+    stdin = packed_agent() + orders(tmp_path, ["/bin/sh", "-c", 'echo "$SAID"; exit 7'], **environ)
+    with subprocess.Popen(
+        [python, "-I", "-S", "-c", LOADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(stdin)
+        process.stdin.flush()
+        said = events(process.stdout.read())
+    assert said[0]["python"].startswith("3.8.")
+    assert [event["code"] for event in said if event["event"] == "exit"] == [7]
+    assert [event["data"] for event in said if event["event"] == "output"] == ["it's %n\n"]
 
 
 def test_it_imports_the_standard_library_alone() -> None:

@@ -106,6 +106,14 @@ SHORT = "; free some, or set DSLAUNCH_CACHE to another file system"
             ],
         ),
         (
+            {"shm": Space(total_bytes=64 * GIB, free_bytes=GIB // 4, free_inodes=None)},
+            [
+                "of /dev/shm 0.2 GiB of 64.0 GiB are free for 2 ranks: NCCL and data loaders die of a bus"
+                " error where it is full; killed programs leave files there: see ls -l /dev/shm, and remove"
+                " what is yours"
+            ],
+        ),
+        (
             {"cache_problem": "Disk quota exceeded", "cache": FULL},
             [
                 "cannot write the cache /cache: Disk quota exceeded;"

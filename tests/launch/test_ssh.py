@@ -95,6 +95,33 @@ def test_each_rank_has_its_place_and_the_address_of_rank_0(bed: Testbed, over: O
     assert json.loads(out)["RANK"] == "0"
 
 
+def test_gpus_of_other_kinds_and_numbers(bed: Testbed, over: Over) -> None:
+    """Of a command, too: what hosts have is compared, and with what --gpu says."""
+    Path("two").write_text("node2 slots=1\nnode3 slots=1\n")
+    Path("four").write_text("node2 slots=1\nnode3 slots=0,4\n")
+    bed.show_gpus("node2", "NVIDIA A100-SXM4-80GB")
+    bed.show_gpus("node3", "Tesla V100-SXM2-32GB", "Tesla V100-SXM2-32GB")
+    try:
+        code, _, err = over(
+            "print(os.environ['CUDA_VISIBLE_DEVICES'])", "--gpu", "a100", hostfile="two"
+        ).wait()
+        refused = over("touch('ran')", "--gpu", "a100", hostfile="four", run_dir="no").wait()
+    finally:
+        for name in ("node2", "node3"):
+            bed.power_off(name)
+            bed.boot(name)
+            bed.wait_until_up(name)
+    assert code == 0, err
+    assert "note: hosts differ: ranks may hang, or compute something else; --exclude node3 leaves" in err
+    assert "\nGPU      NVIDIA A100-SXM4-80GB  node2\n         Tesla V100-SXM2-32GB   node3\n" in err
+    assert "note: node3: the plan is for a100 (sm_80), but it has v100 (sm_70); name what" in err
+    assert Path("run/logs/rank-1.log").read_text() == "0\n"
+    assert refused[0] == 3
+    assert "host node3: the plan is for GPU 4, and this host has 2 (0,1); nothing was started" in refused[2]
+    assert "leave out what cannot be used: --exclude node3" in refused[2]
+    assert not Path("ran").exists()
+
+
 def test_login_noise_does_no_harm(bed: Testbed, over: Over) -> None:
     """Nor does a limit that a login sets, which is told."""
     daemon = "sleep 299 >/dev/null 2>&1 </dev/null &"

@@ -27,6 +27,28 @@ for file in ~root/.bashrc ~root/.profile ~root/.bash_profile ~root/.bash_login; 
 done
 """
 _TOOLS = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+# GPUs that can be looked at: what NVIDIA's driver writes, and devices of no use. $@: their models.
+_GPUS = """\
+set -e
+dev=/mnt
+mount -t tmpfs dev "$dev"
+for name in null zero full random urandom tty; do
+    touch "$dev/$name"
+    mount --bind "/dev/$name" "$dev/$name"
+done
+for name in shm pts; do mkdir "$dev/$name"; mount --bind "/dev/$name" "$dev/$name"; done
+ln -s /proc/self/fd "$dev/fd"
+mount -t tmpfs driver /proc/driver
+minor=0
+for model; do
+    touch "$dev/nvidia$minor"
+    folder=/proc/driver/nvidia/gpus/0000:0$minor:00.0
+    mkdir -p "$folder"
+    printf 'Model: \\t\\t %s\\nDevice Minor: \\t %s\\n' "$model" "$minor" > "$folder/information"
+    minor=$((minor + 1))
+done
+mount --rbind "$dev" /dev
+"""
 
 
 class Network:
@@ -127,6 +149,11 @@ class Network:
     def plug(self, name: str) -> None:
         """Put it back."""
         run("ip", "-n", self._hub, "link", "set", f"v-{name}", "up")
+
+    def show_gpus(self, name: str, *models: str) -> None:
+        """Let the machine seem to have these GPUs until it is off."""
+        pid = str(self._pids(name)[0])
+        run("nsenter", "--target", pid, "--mount", "--pid", "sh", "-c", _GPUS, "sh", *models)
 
     def bind(self, name: str, source: Path, target: Path) -> None:
         """Put a file over another on one machine until it is off: what is installed there differs."""
