@@ -73,10 +73,11 @@ class Story:
     root: Path
     name: str
     said: dict[str, Done]
+    run_name: str
 
     @property
     def run_dir(self) -> Path:
-        return self.root / self.name
+        return self.root / self.run_name
 
     def rows(self, file: str, kind: str | None = None) -> list[dict[str, Any]]:
         return list(read_rows(self.run_dir / file, kind))
@@ -138,20 +139,21 @@ def lora(ops_dir: Path, root: Path) -> Story:
             "ask the merged model": ["generate", "merged", *ask],
         },
     )
-    return Story(root, "lora", said)
+    return Story(root, "lora", said, "lora")
 
 
 @pytest.fixture(scope="module")
 def full(ops_dir: Path, root: Path) -> Story:
-    said = _dslaunch(root, {"launch": ["launch", "full.yaml", "--run-dir", "full"]})
+    """Its launch is the first run of a comparison: the very same start."""
+    said = _dslaunch(root, {"launch": ["compare", "full.yaml", "--run-dir", "full"]})
     said |= _dslaunch(
         root,
         {
             "gen-config": ["gen-config", "full.yaml"],
-            "export": ["export", "full/checkpoints/step-6", "-o", "whole", "--json"],
+            "export": ["export", "full/base/checkpoints/step-6", "-o", "whole", "--json"],
         },
     )
-    return Story(root, "full", said)
+    return Story(root, "full", said, "full/base")
 
 
 @pytest.fixture(params=["lora", "full"])
@@ -187,7 +189,9 @@ def test_every_step_is_recorded_once(story: Story) -> None:
     kinds = [event["kind"] for event in story.rows("events.jsonl")]
     assert kinds.count("train_start") == kinds.count("train_end") == 1
     assert kinds.count("checkpoint_saved") == {"lora": 2, "full": 1}[story.name]
-    assert all(line in story.said["launch"].stdout for line in ("step 1/6", "step 6/6", "done: 6 steps"))
+    said = story.said["launch"]
+    told = {"lora": said.stdout, "full": said.stderr}[story.name]  # stdout of a comparison is its table
+    assert all(line in told for line in ("step 1/6", "step 6/6", "done: 6 steps"))
 
 
 def test_a_checkpoint_on_the_way_is_said_and_the_last_one_at_the_end(lora: Story) -> None:
@@ -208,6 +212,30 @@ def test_it_learned(story: Story) -> None:
 def test_a_finished_run_says_so_when_it_is_resumed(lora: Story) -> None:
     assert "already at step 6 of 6: nothing to do" in lora.said["resume"].stdout
     assert len(lora.rows("metrics.jsonl", "train")) == 6
+
+
+def test_one_command_lays_zero_and_plain_amp_side_by_side(full: Story) -> None:
+    said, found = full.said["launch"], json.loads((full.root / "full/comparison.json").read_text())
+    base, changed = found["base"], found["changed"]
+    assert (base["engine"], base["zero_stage"], base["weights_in_fp32"]) == ("deepspeed", 3, False)
+    assert (changed["engine"], changed["zero_stage"], changed["weights_in_fp32"]) == ("torch", None, True)
+    assert [side["state"] for side in (base, changed)] == ["done", "done"]
+    assert found["exit_code"] == 0
+    for side in (base, changed):
+        assert (side["precision"], side["num_steps"], side["num_skipped"]) == ("bf16", 6, 0)
+        assert side["tokens_per_s"] > 0
+        assert (side["peak_memory_of"], side["peak_memory_bytes"] > 2**20) == ("process", True)
+    assert found["first_other_data"] is None
+    assert [row["step"] for row in found["steps"]] == [1, 2, 3, 4, 5, 6]
+    for number, row in enumerate(found["steps"]):
+        assert row["loss"]["base"] == full.rows("metrics.jsonl", "train")[number]["loss"]
+        assert row["loss"]["changed"] == pytest.approx(row["loss"]["base"], rel=0.01)  # two ways of bf16
+    assert 0 < found["largest"]["loss"]["relative"] < 0.01
+    assert {"key": "engine", "base": "deepspeed", "changed": "torch"} in found["differences"]
+    assert "left out of the run with engine torch" in said.stderr
+    assert "zero_optimization.stage" in said.stderr
+    assert re.search(r"^engine +deepspeed, ZeRO stage 3 +torch$", said.stdout, re.MULTILINE)
+    assert re.search(rf"^ +6 +{found['steps'][5]['loss']['base']:.6f} ", said.stdout, re.MULTILINE)
 
 
 def _held_out_loss(root: Path, model: torch.nn.Module) -> float:

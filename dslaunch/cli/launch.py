@@ -6,20 +6,16 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dslaunch.cli import options
 from dslaunch.cli.launch_request import LaunchRequest
-from dslaunch.cli.talk import talk
 
 if TYPE_CHECKING:
-    from dslaunch.core.events import JsonlWriter
     from dslaunch.core.plan import LaunchPlan
-    from dslaunch.launch.record import RecordedPlan, RunFile
+    from dslaunch.launch.record import RecordedPlan
     from dslaunch.launch.verdict import Outcome
 
 _COMMAND_KEY = "dslaunch.command"
@@ -76,11 +72,7 @@ def _is_program(word: str) -> bool:
 @options.launch_set_option
 @options.cluster_options
 @options.master_options
-@click.option(
-    "--via",
-    metavar="WAY",
-    help="Way to reach hosts: auto (default), local, ssh, slurm, openmpi, mpich, pdsh.",
-)
+@options.via_option
 @options.container_option
 @options.local_rank_option
 @click.option(
@@ -89,9 +81,7 @@ def _is_program(word: str) -> bool:
     metavar="N",
     help="Start again up to N times after a failed rank or a lost host, from the last checkpoint.",
 )
-@click.option(
-    "--env", multiple=True, metavar="K=V | K", help="Set K for the ranks; K alone: pass it on, unrecorded."
-)
+@options.env_option
 @options.run_dir_option
 @options.resume_option
 @click.option(
@@ -114,9 +104,10 @@ def command(
     dslaunch launch --hostfile hosts -- python train.py ...      the same on every slot of these hosts, by ssh
     dslaunch launch --plan RUN_DIR/plan.json                     run a recorded plan again
     """
-    from dslaunch.cli.launch_request import check_ready_to_run, rank_plan, resolve_request
+    from dslaunch.cli.launch_request import rank_plan, resolve_request
+    from dslaunch.cli.launch_run import check_start, check_working_directory
 
-    _check_working_directory()
+    check_working_directory()
     request = LaunchRequest(command=ctx.meta.get(_COMMAND_KEY), **flags)  # type: ignore[arg-type]
     if request.resume and request.run_dir is not None and not _sources(request):
         request = dataclasses.replace(request, plan_file=os.path.join(request.run_dir, "plan.json"))
@@ -127,27 +118,13 @@ def command(
 
         print_as(plan, request, launcher, dry_run=dry_run, as_json=as_json)
         return 0
-    check_ready_to_run(plan, request, dry_run=dry_run)
-    _render(plan)  # what cannot be written must be found while there is no run directory
-    _say_what_it_takes(plan)
+    check_start(plan, request, dry_run=dry_run)
     if dry_run:
         from dslaunch.cli.launch_show import show
 
         show(plan, rank_plan(plan, request), as_json=as_json)
         return 0
     return _run(plan, request, as_json)
-
-
-def _check_working_directory() -> None:
-    from dslaunch.core.errors import EnvironmentNotReady
-
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise EnvironmentNotReady(
-            f"the current directory is gone or cannot be entered: {error.strerror}",
-            hint="cd to one that exists",
-        ) from None
 
 
 def _sources(request: LaunchRequest) -> list[str]:
@@ -186,137 +163,13 @@ def _check_request(request: LaunchRequest, ctx: click.Context) -> None:
         raise click.UsageError("a recorded plan has its ranks already; leave --num-gpus-per-node out")
 
 
-# --- acting -----------------------------------------------------------------------------------------
-
-
 def _run(plan: RecordedPlan, request: LaunchRequest, as_json: bool) -> int:
-    from dslaunch.cli.host_check import say_what_was_planned
-    from dslaunch.cli.launch_request import claim_run_dir, rank_plan
-    from dslaunch.core.plan import RunPlan
-    from dslaunch.launch.restarts import supervise_with_restarts
-    from dslaunch.launch.signals import SignalInbox
+    from dslaunch.cli.launch_run import run
 
-    out = sys.stderr.buffer if as_json else sys.stdout.buffer
-    # From the run directory on, a Ctrl-C is an end of the launch that is recorded there.
-    with SignalInbox(watches_hosts=plan.launch.via != "local") as signals:
-        plan = claim_run_dir(plan, request)
-        with _recorded(plan, resume=request.resume) as (events, keep_fds), _tidy(plan, request):
-            _announce(plan)
-            _say_what_is_built(plan)
-            outcome = supervise_with_restarts(
-                rank_plan(plan, request), events=events, out=out, err=sys.stderr.buffer,
-                keep_fds=keep_fds, signals=signals, own_worker=isinstance(plan, RunPlan),
-            )  # fmt: skip
+    plan, outcome = run(plan, request, sys.stderr.buffer if as_json else sys.stdout.buffer)
     if as_json:
         click.echo(json.dumps(_outcome_json(outcome, plan.launch)))
-    if outcome.exit_code == 0 and isinstance(plan, RunPlan):
-        _say_what_is_next(plan)
-    elif isinstance(plan, RunPlan):
-        say_what_was_planned(plan, outcome.exit_code)
     return outcome.exit_code
-
-
-@contextmanager
-def _tidy(plan: RecordedPlan, request: LaunchRequest) -> Iterator[None]:
-    """A directory that nobody named does not stay where not one rank could be started."""
-    from pathlib import Path
-
-    from dslaunch.cli.launch_request import names_run_dir
-    from dslaunch.core.errors import DslaunchError
-    from dslaunch.launch.claim import remove_failed_start
-
-    try:
-        yield
-    except DslaunchError:
-        keep = request.resume or names_run_dir(plan, request)
-        if not keep and remove_failed_start(Path(plan.launch.run_dir)):
-            _talk(f"no rank was started; removed {plan.launch.run_dir}")
-        raise
-
-
-def _say_what_is_next(plan: RecordedPlan) -> None:
-    from pathlib import Path
-
-    from dslaunch.core.run_dir import RunDir
-
-    if RunDir(Path(plan.launch.run_dir)).checkpoint_steps():
-        _talk(f"next: dslaunch export {_quoted(plan.launch.run_dir)} -o DIR")
-
-
-def _render(plan: RecordedPlan) -> tuple[RunFile, ...]:
-    from dslaunch.launch.record import render_run_files
-    from dslaunch.launch.script import render_launch_script
-
-    return render_run_files(plan, render_launch_script(plan))
-
-
-@contextmanager
-def _recorded(plan: RecordedPlan, *, resume: bool) -> Iterator[tuple[JsonlWriter, tuple[int, ...]]]:
-    """The run directory, with the plan in it, ours alone while this lasts: its events.jsonl, its lock."""
-    from pathlib import Path
-
-    from dslaunch.core.errors import EnvironmentNotReady
-    from dslaunch.core.events import JsonlWriter
-    from dslaunch.core.run_dir import RunDir
-    from dslaunch.launch.claim import clear_failed_start
-    from dslaunch.launch.record import hold_run_dir, write_run_files
-
-    run_dir = RunDir(Path(plan.launch.run_dir))
-    with ExitStack() as stack:
-        try:
-            lock = stack.enter_context(hold_run_dir(run_dir.path))
-            if not resume and clear_failed_start(run_dir.path):
-                _talk("the start before this one did no step; its files are replaced")
-            write_run_files(_render(plan))
-            events = JsonlWriter(run_dir.events)
-        except OSError as error:
-            raise EnvironmentNotReady(
-                f"cannot write the run directory {run_dir.path}: {error.strerror}; nothing was started",
-                hint="free space there, or give another --run-dir",
-            ) from error
-        stack.callback(events.close)
-        yield events, () if lock is None else (lock,)
-
-
-def _announce(plan: RecordedPlan) -> None:
-    launch = plan.launch
-    world_size = launch.topology.world_size
-    ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
-    hosts = ", ".join(host.name for host in launch.topology.hosts[:4])
-    if (more := launch.topology.num_nodes - 4) > 0:
-        hosts += f" and {more} more hosts"
-    way = "" if launch.via == "local" else f" by {launch.via}"
-    _talk(f"run directory {launch.run_dir}")
-    _talk(f"starting {ranks} on {hosts}{way}; each writes to logs/rank-N.log there")
-
-
-def _say_what_is_built(plan: RecordedPlan) -> None:
-    """Before a minute of silence in which DeepSpeed compiles; our own worker says so itself."""
-    from dslaunch.core.plan import RunPlan
-    from dslaunch.launch.jit_cache import find_op_to_build
-    from dslaunch.launch.text import utf8_environ
-
-    if not isinstance(plan, RunPlan) and (folder := find_op_to_build(plan.launch, utf8_environ())):
-        _talk(f"note: DeepSpeed will first build its communication op in {folder} (once, about a minute)")
-
-
-def _say_what_it_takes(plan: RecordedPlan) -> None:
-    """The size of checkpoints and export, with a warning where they will not fit."""
-    from dslaunch.cli.disk_space import disk_line, disk_of_run, disk_warning
-    from dslaunch.core.plan import RunPlan
-
-    disk = disk_of_run(plan) if isinstance(plan, RunPlan) else None
-    if disk is None:
-        return
-    _talk(disk_line(disk))
-    if warning := disk_warning(disk):
-        _talk(f"note: {warning}")
-
-
-def _talk(text: str) -> None:
-    from dslaunch.launch.text import printable
-
-    talk(printable(text))
 
 
 def _outcome_json(outcome: Outcome, launch: LaunchPlan) -> dict[str, Any]:
@@ -334,9 +187,3 @@ def _outcome_json(outcome: Outcome, launch: LaunchPlan) -> dict[str, Any]:
             for end in outcome.ends
         ],
     }
-
-
-def _quoted(word: str) -> str:
-    from dslaunch.core.command import quote
-
-    return quote(word)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from dslaunch.core.command import Command
     from dslaunch.core.plan import LaunchPlan, Via
@@ -28,8 +28,35 @@ def show(plan: RecordedPlan, launch: LaunchPlan, *, as_json: bool) -> None:
     Of many hosts the text tells the first in full and what is alike of the others; the JSON object has all.
     ``launch``: what the ranks run, where that is another argv than the plan's own.
     """
-    from dslaunch.core.command import holds_secret, quote
+    from dslaunch.core.command import quote
+
+    if as_json:
+        click.echo(json.dumps({"schema_version": 1, "dry_run": True, **start_json(plan, launch)}))
+        return
+    hosts = launch.topology.hosts
+    shown = _starts(launch, hosts if len(hosts) <= _ALL_SHOWN else hosts[:_SHOWN])
+    click.echo(f"run directory {quote(launch.run_dir)}  (nothing is started or written)")
+    for orders, starter in shown:
+        _show_host(orders, launch, starter)
+    if len(shown) < len(hosts):
+        _show_others(launch, len(shown))
+
+
+def start_json(plan: RecordedPlan, launch: LaunchPlan) -> dict[str, Any]:
+    """The same of all hosts as one object."""
     from dslaunch.core.plan import to_json
+
+    starts = _starts(launch, launch.topology.hosts)
+    commands = [
+        {"host": orders["host"], "argv": list(starter.argv), "env": dict(starter.env)}
+        for orders, starter in starts
+    ]
+    return {"plan": to_json(plan), "hosts": [orders for orders, _ in starts], "commands": commands}
+
+
+def _starts(launch: LaunchPlan, hosts: Sequence[Host]) -> list[tuple[dict[str, Any], Command]]:
+    """For each of the first ``hosts`` its orders, and what starts its agent."""
+    from dslaunch.core.command import holds_secret
     from dslaunch.launch.orders import build_orders, check_launch, common_orders, is_elsewhere
     from dslaunch.launch.text import utf8_environ
 
@@ -38,26 +65,12 @@ def show(plan: RecordedPlan, launch: LaunchPlan, *, as_json: bool) -> None:
     secret = [name for name, value in environ.items() if holds_secret(name, value)]
     environ.update(dict.fromkeys((*launch.secret_env, *secret), "(taken from the environment at start)"))
     common = {there: common_orders(launch, environ, elsewhere=there) for there in (False, True)}
-    hosts = launch.topology.hosts
-    in_full = hosts if as_json or len(hosts) <= _ALL_SHOWN else hosts[:_SHOWN]
-    shown = []
-    for node_rank, host in enumerate(in_full):
+    starts = []
+    for node_rank, host in enumerate(hosts):
         there = is_elsewhere(launch, host)
         orders = build_orders(launch, node_rank, environ=environ, elsewhere=there, common=common[there])
-        shown.append((orders, _starter(launch, host, orders, environ)))
-    if as_json:
-        commands = [
-            {"host": orders["host"], "argv": list(starter.argv), "env": dict(starter.env)}
-            for orders, starter in shown
-        ]
-        report = {"schema_version": 1, "dry_run": True, "plan": to_json(plan)}
-        click.echo(json.dumps({**report, "hosts": [orders for orders, _ in shown], "commands": commands}))
-        return
-    click.echo(f"run directory {quote(launch.run_dir)}  (nothing is started or written)")
-    for orders, starter in shown:
-        _show_host(orders, launch, starter)
-    if len(shown) < len(hosts):
-        _show_others(launch, len(shown))
+        starts.append((orders, _starter(launch, host, orders, environ)))
+    return starts
 
 
 def _show_others(launch: LaunchPlan, first: int) -> None:

@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "hosts": ("dslaunch.cli.hosts", "Show the hosts and slots of a hostfile, a batch job or this machine."),
     "doctor": ("dslaunch.cli.doctor", "Say what this machine, or the hosts of a run, lack."),
     "launch": ("dslaunch.cli.launch", "Start the ranks of a run file, or of any command."),
+    "compare": ("dslaunch.cli.compare", "Run a run file twice, as it is and changed, and compare the two."),
     "status": ("dslaunch.cli.status", "Say how a run stands, from its directory."),
     "logs": ("dslaunch.cli.logs", "Show what the ranks of a run wrote."),
     "diagnose": ("dslaunch.cli.diagnose", "Say what is wrong with a run's numbers, from its log."),

@@ -84,6 +84,14 @@ output_option = click.option(
     "-o", "--output", default="-", metavar="FILE", help="Write to FILE in place of stdout (-)."
 )
 force_option = click.option("--force", is_flag=True, help="Let -o replace an existing file.")
+via_option = click.option(
+    "--via",
+    metavar="WAY",
+    help="Way to reach hosts: auto (default), local, ssh, slurm, openmpi, mpich, pdsh.",
+)
+env_option = click.option(
+    "--env", multiple=True, metavar="K=V | K", help="Set K for the ranks; K alone: pass it on, unrecorded."
+)
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print what would run; write and start nothing."
 )

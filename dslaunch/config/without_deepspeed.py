@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from dslaunch.config.load import LoadedSpec
 from dslaunch.config.report import Report
 from dslaunch.config.spec import RunSpec
 from dslaunch.config.spec_engine import EngineSpec, Fp16Spec, ZeroSpec
@@ -20,14 +22,15 @@ def uses_torch(spec: EngineSpec) -> bool:
 
 def check_keys(report: Report) -> None:
     """Each key that is given and acts with DeepSpeed only is a problem in ``report``."""
-    spec: RunSpec = report.loaded.spec
-    _check_zero(spec.zero_optimization, report)
-    for key in ("deepspeed", "deepspeed_template"):
-        if report.given(key) or getattr(spec, key):
-            report.fail(key, f"{key} is for the DeepSpeed JSON, and engine is torch", f"remove {key}")
-    if spec.optimizer.params.torch_adam is False:
-        key = "optimizer.params.torch_adam"
-        report.fail(key, f"{key} false asks for DeepSpeed's Adam, and engine is torch", "remove torch_adam")
+    for key, message, hint in _of_deepspeed(report.loaded):
+        report.fail(key, message, hint)
+
+
+def keys_of_deepspeed(loaded: LoadedSpec[RunSpec]) -> tuple[str, ...]:
+    """The keys that a run file (or --set) gives and engine torch refuses, to be left out for it."""
+    part, autocast = loaded.spec.fp16, loaded.spec.torch_autocast
+    keys = [key for key, _, _ in (*_of_deepspeed(loaded), *_hysteresis(part, loaded))]
+    return (*keys, *(["torch_autocast"] if autocast.enabled else []))
 
 
 def plain_optimizer(plan: OptimizerPlan, report: Report) -> OptimizerPlan:
@@ -44,13 +47,8 @@ def gradscaler_settings(part: Fp16Spec, report: Report) -> Fp16Spec:
 
     What was written of hysteresis is a problem in ``report``.
     """
-    why = "GradScaler halves the scale at every overflow"
-    if report.given("fp16.hysteresis") and part.hysteresis != 1:
-        message = f"fp16.hysteresis {part.hysteresis} does not act with engine torch: {why}"
-        report.fail("fp16.hysteresis", message, "set it to 1, or use engine: deepspeed")
-    if part.consecutive_hysteresis:
-        key = "fp16.consecutive_hysteresis"
-        report.fail(key, f"{key} does not act with engine torch: {why}", "remove it")
+    for key, message, hint in _hysteresis(part, report.loaded):
+        report.fail(key, message, hint)
     return part.model_copy(update={"hysteresis": 1, "consecutive_hysteresis": False})
 
 
@@ -69,17 +67,41 @@ def gradscaler_in_words(part: Fp16Spec) -> dict[str, str]:
     }
 
 
-def _check_zero(zero: ZeroSpec, report: Report) -> None:
+_Problem = tuple[str, str, str]  # key, what is wrong, what to do
+
+
+def _of_deepspeed(loaded: LoadedSpec[RunSpec]) -> Iterator[_Problem]:
+    spec = loaded.spec
+    yield from _zero(spec.zero_optimization, loaded)
+    for key in ("deepspeed", "deepspeed_template"):
+        if loaded.given(key) or getattr(spec, key):
+            yield key, f"{key} is for the DeepSpeed JSON, and engine is torch", f"remove {key}"
+    if spec.optimizer.params.torch_adam is False:
+        key = "optimizer.params.torch_adam"
+        yield key, f"{key} false asks for DeepSpeed's Adam, and engine is torch", "remove torch_adam"
+
+
+def _zero(zero: ZeroSpec, loaded: LoadedSpec[RunSpec]) -> Iterator[_Problem]:
     for name in type(zero).model_fields:
         value: Any = getattr(zero, name)
         key = f"zero_optimization.{name}"
-        if value is None or not report.given(key) or (name, value) == ("stage", 0):
+        if value is None or not loaded.given(key) or (name, value) == ("stage", 0):
             continue
         if name == "stage":
-            report.fail(
+            yield (
                 key,
                 f"{key} {value}: engine torch shards nothing, each rank holds the whole model and its states",
                 "set it to 0 (--set zero_optimization.stage=0), or use engine: deepspeed",
             )
         else:
-            report.fail(key, f"{key} acts with DeepSpeed only, and engine is torch", f"remove {name}")
+            yield key, f"{key} acts with DeepSpeed only, and engine is torch", f"remove {name}"
+
+
+def _hysteresis(part: Fp16Spec, loaded: LoadedSpec[Any]) -> Iterator[_Problem]:
+    why = "GradScaler halves the scale at every overflow"
+    if loaded.given("fp16.hysteresis") and part.hysteresis != 1:
+        message = f"fp16.hysteresis {part.hysteresis} does not act with engine torch: {why}"
+        yield "fp16.hysteresis", message, "set it to 1, or use engine: deepspeed"
+    if part.consecutive_hysteresis:
+        key = "fp16.consecutive_hysteresis"
+        yield key, f"{key} does not act with engine torch: {why}", "remove it"

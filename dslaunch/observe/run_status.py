@@ -316,27 +316,27 @@ def _progress(rows: Iterable[dict[str, Any]], total_steps: int | None) -> Progre
             if row.get("skipped"):
                 skipped.add(row["step"])
         elif row["kind"] == "eval":
-            eval_loss = _number(row.get("loss"))
+            eval_loss = parse_number(row.get("loss"))
     if last is None:
         return None
-    step, seconds = int(last["step"]), _number(last.get("seconds"))
+    step, seconds = int(last["step"]), parse_number(last.get("seconds"))
     to_go = None if total_steps is None else max(0, total_steps - step)
     left = None if to_go is None or seconds is None else to_go * seconds / max(1, step - before)
     return Progress(
         step=step,
         total_steps=total_steps,
-        loss=_number(last.get("loss")),
-        lr=_number(last.get("lr")),
-        loss_scale=_number(last.get("loss_scale")),
+        loss=parse_number(last.get("loss")),
+        lr=parse_number(last.get("lr")),
+        loss_scale=parse_number(last.get("loss_scale")),
         skipped_steps=len(skipped),
-        tokens_per_s=_number(last.get("tokens_per_s")),
+        tokens_per_s=parse_number(last.get("tokens_per_s")),
         time=str(last.get("time")),
         seconds_left=left,
         eval_loss=eval_loss,
     )
 
 
-def _number(value: Any) -> float | None:
+def parse_number(value: Any) -> float | None:
     """metrics.jsonl writes what JSON cannot hold as text: ``nan``, ``inf``."""
     try:
         return None if value is None else float(value)

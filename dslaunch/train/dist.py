@@ -226,6 +226,11 @@ def all_reduce_sum(values: Sequence[float], device: torch.device) -> list[float]
     return [float(value) for value in vector.tolist()]
 
 
+def peak_device_memory(device: torch.device) -> int | None:
+    """The most bytes that tensors have taken on this rank's device so far; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
 def gather_objects(value: Any) -> list[Any]:
     """``value`` of every rank, in rank order, on every rank. For small Python objects."""
     gathered: list[Any] = [None] * torch.distributed.get_world_size()

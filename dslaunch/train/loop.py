@@ -19,7 +19,7 @@ from dslaunch.train.adapters import GradientWitness
 from dslaunch.train.checkpoint import save_checkpoint
 from dslaunch.train.corpus import Corpus
 from dslaunch.train.data.sampler import BatchSchedule
-from dslaunch.train.dist import World, all_reduce_sum
+from dslaunch.train.dist import World, all_reduce_sum, peak_device_memory
 from dslaunch.train.engine import StepResult, TrainingEngine
 from dslaunch.train.evaluate import EvalResult, eval_batches, run_evaluation
 from dslaunch.train.objectives.sft import SftObjective
@@ -193,6 +193,7 @@ def _report_interval(job: Job, interval: _Interval, done: int, digest: str) -> N
         num_tokens=interval.num_tokens,
         tokens_per_s=round(speed, 1),
         seconds=round(seconds, 3),
+        peak_memory_bytes=peak_device_memory(job.world.device),
         data_digest=digest,
     )
     job.report.say(
