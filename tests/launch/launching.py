@@ -188,6 +188,31 @@ def check_two_jobs_side_by_side(over: Callable[..., Launched]) -> None:
     assert second.wait()[0] == 130
 
 
+def check_signals_of_the_launcher(over: Callable[..., Launched]) -> None:
+    """On three machines, under nohup: HUP is nothing, USR1 goes to the ranks, a second Ctrl-C kills."""
+    ranks = (
+        "signal.signal(signal.SIGUSR1, lambda *_: touch(f'usr-{rank}'))\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "touch(f'up-{rank}')\n"
+        "while True: time.sleep(300)"
+    )
+    launched = over(ranks, under=["nohup"])
+    up(0, 1, 2)
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        launched.process.send_signal(number)
+    wait_until(lambda: all(Path(f"usr-{rank}").exists() for rank in range(3)), "USR1 has come to all")
+    launched.process.send_signal(signal.SIGINT)
+    wait_until(lambda: launched.events("launcher_signal")[1:], "Ctrl-C is heard")
+    time.sleep(0.4)  # a hand needs as long
+    launched.process.send_signal(signal.SIGINT)
+    code, _, err = launched.wait()
+    assert code == 130, err
+    assert "dslaunch: SIGINT again: killing what is left\n" in err
+    assert err.endswith("dslaunch: cancelled: ranks 0-2 stopped by dslaunch (signal 9)\n")
+    signals = [event["signal"] for event in launched.events("launcher_signal")]
+    assert signals == ["SIGUSR1", "SIGINT", "SIGINT"]
+
+
 def python(code: str, *words: str) -> list[str]:
     """A command that runs ``code`` in each rank, with RANK as ``rank`` and ``touch(name)`` at hand."""
     start = (

@@ -9,14 +9,22 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch.launching import WAIT, Launched, check_two_jobs_side_by_side, clear, python, up
+from tests.launch.launching import (
+    WAIT,
+    Launched,
+    check_signals_of_the_launcher,
+    check_two_jobs_side_by_side,
+    clear,
+    python,
+    up,
+)
 from tests.testbed.slurm import SlurmBed
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -61,11 +69,11 @@ def over(jobs: SlurmBed, tmp_path: Path) -> Iterator[Over]:
     """``over(code, *options)`` runs Python code on each node of an allocation, started on the hub."""
     with ExitStack() as stack:
 
-        def start(code: str, *options: str, run_dir: str = "run") -> Launched:
+        def start(code: str, *options: str, run_dir: str = "run", under: Sequence[str] = ()) -> Launched:
             allocation = jobs.allocate(3, "--no-kill", "--mem=500")
             launched = Launched(
                 ["--gpu", "cpu", *options], python(code), run_dir=tmp_path / run_dir, env=allocation,
-                prefix=jobs.hub(),
+                prefix=[*jobs.hub(), *under],
             )  # fmt: skip
             return stack.enter_context(launched)
 
@@ -201,6 +209,10 @@ def test_a_cancel_ends_every_node(over: Over) -> None:
     up(0, 1, 2)
     launched.process.send_signal(signal.SIGINT)
     assert launched.wait()[0] == 130
+
+
+def test_signals_of_the_launcher(over: Over) -> None:
+    check_signals_of_the_launcher(over)
 
 
 def test_a_killed_launcher_leaves_nothing(bed: SlurmBed, over: Over) -> None:

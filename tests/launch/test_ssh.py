@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tests.launch.launching import (
     DETACH,
     WAIT,
     Launched,
+    check_signals_of_the_launcher,
     check_two_jobs_side_by_side,
     clear,
     parent_of,
@@ -58,11 +59,17 @@ def over(bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     with ExitStack() as stack:
 
         def start(
-            code: str, *options: str, run_dir: str = "run", hostfile: str = "hosts", ssh: str | None = None
+            code: str,
+            *options: str,
+            run_dir: str = "run",
+            hostfile: str = "hosts",
+            ssh: str | None = None,
+            under: Sequence[str] = (),
         ) -> Launched:
             flags = ["--hostfile", hostfile, "--gpu", "cpu", *options]
             env = {} if ssh is None else {"PATH": with_ssh(tmp_path, ssh)}
-            launched = Launched(flags, python(code), run_dir=tmp_path / run_dir, prefix=bed.hub(), env=env)
+            prefix = [*bed.hub(), *under]
+            launched = Launched(flags, python(code), run_dir=tmp_path / run_dir, prefix=prefix, env=env)
             return stack.enter_context(launched)
 
         yield start
@@ -232,6 +239,10 @@ def test_a_cancel_ends_every_host(bed: Testbed, over: Over, number: int, wanted:
     up(0, 1, 2)
     launched.process.send_signal(number)
     assert launched.wait()[0] == wanted
+
+
+def test_signals_of_the_launcher(over: Over) -> None:
+    check_signals_of_the_launcher(over)
 
 
 def test_a_launcher_that_watches_hosts_is_not_put_to_sleep(bed: Testbed, over: Over) -> None:
