@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import re
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +17,10 @@ NEVER = float("inf")
 _FIRST_S, _LONGEST_S = 0.3, 60.0  # how long a line waits for others to say it too
 _KNOWN = 256  # lines that are remembered, for when they come again
 _SPANS_SHOWN = 6
+# What one can still read. Lines on top of it are told by what they have in common, and later.
+_MOST, _MOST_S = 20, 10.0
+_EXCESS_S = 3.0
+_NUMBER = re.compile(rb"0x[0-9a-fA-F]+|\d[\d.,:]*")
 _BAR_S = 30.0  # how often a bar that goes on shows where it is
 
 
@@ -27,6 +33,13 @@ class _Line:
     hosts: set[str] = field(default_factory=set)
     ranks: set[int] = field(default_factory=set)
     count: int = 0
+    alike: int = 0  # other lines that are told with it
+
+    def take(self, other: _Line) -> None:
+        """Tell ``other`` with this one."""
+        self.hosts |= other.hosts
+        self.ranks |= other.ranks
+        self.alike += 1 + other.alike
 
     def render(self) -> bytes:
         ranks = span(sorted(self.ranks), _SPANS_SHOWN)
@@ -34,27 +47,34 @@ class _Line:
             who = f"{next(iter(self.hosts))}:{ranks}"
         else:
             who = f"{len(self.hosts)} hosts, ranks {ranks}"
-        times = f" ({self.count} times)" if self.count > len(self.ranks) else ""
-        return f"{who}{times}| ".encode("utf-8", "surrogateescape") + self.text + b"\n"
+        times = f" ({self.count} times)" if self.count > len(self.ranks) and not self.alike else ""
+        more = f" (and {self.alike} lines alike, with other numbers)" if self.alike else ""
+        return f"{who}{times}| ".encode("utf-8", "surrogateescape") + self.text + more.encode() + b"\n"
 
 
 class LineFolder:
     """Lines of many ranks, each shown once for all that say it within a moment.
 
-    A line that keeps coming waits twice as long each time, up to a minute. ``write`` gets text, and
-    what to call when it is out; ``deadline`` is when :meth:`flush` is due (monotonic time).
+    A line that keeps coming waits twice as long each time, up to a minute. Of more than 20 lines in ten
+    seconds the others wait for those that differ from them by numbers alone, and are one line with them; of
+    more than 20 such kinds the others are only counted. ``write`` gets text, and what to call when it is
+    out; ``deadline`` is when :meth:`flush` is due (monotonic time).
     """
 
     def __init__(self, write: Write) -> None:
         self._write = write
         self._waiting: dict[bytes, _Line] = {}
+        self.has_left_out = False  # whether some line was not shown as it is
+        self._excess: dict[bytes, _Line] = {}  # by what lines have in common
+        self._shown_at: deque[float] = deque(maxlen=_MOST)  # when the last lines were due that were shown
         self._known: OrderedDict[bytes, tuple[float, float]] = (
             OrderedDict()
         )  # when it is due, how long it waits
 
     @property
     def deadline(self) -> float:
-        return min((line.due for line in self._waiting.values()), default=NEVER)
+        lines = itertools.chain(self._waiting.values(), self._excess.values())
+        return min((line.due for line in lines), default=NEVER)
 
     def add(self, host: str, rank: int, text: bytes, on_written: Callable[[], None], now: float) -> None:
         """One line of one rank, without its end."""
@@ -70,8 +90,27 @@ class LineFolder:
 
     def flush(self, now: float = NEVER) -> None:
         """Show what is due by ``now``, in the order in which it came."""
-        for key in [key for key, line in self._waiting.items() if line.due <= now]:
-            self._write(self._waiting.pop(key).render(), None)
+        for line in _pop_due(self._waiting, now):
+            full = len(self._shown_at) == _MOST and line.due - self._shown_at[0] < _MOST_S
+            if not full:
+                self._shown_at.append(line.due)
+                self._write(line.render(), None)
+                continue
+            self.has_left_out = True
+            kind = _NUMBER.sub(b"0", line.text)
+            if kind in self._excess:
+                self._excess[kind].take(line)
+            else:
+                self._excess[kind] = dataclasses.replace(line, due=line.due + _EXCESS_S)
+        self._show_excess(_pop_due(self._excess, now))
+
+    def _show_excess(self, lines: list[_Line]) -> None:
+        for line in lines[:_MOST]:
+            self._write(line.render(), None)
+        if others := lines[_MOST:]:
+            count = sum(1 + line.alike for line in others)
+            ranks = span(sorted(set().union(*(line.ranks for line in others))), _SPANS_SHOWN)
+            self._write(f"{count} other lines of ranks {ranks}: see their logs\n".encode(), None)
 
     def _wait_s(self, key: bytes, now: float) -> float:
         due, wait_s = self._known.pop(key, (0.0, 0.0))
@@ -81,6 +120,10 @@ class LineFolder:
         if len(self._known) > _KNOWN:
             self._known.popitem(last=False)
         return wait_s
+
+
+def _pop_due(lines: dict[bytes, _Line], now: float) -> list[_Line]:
+    return [lines.pop(key) for key in [key for key, line in lines.items() if line.due <= now]]
 
 
 class BarFilter:

@@ -82,7 +82,8 @@ class Screen:
         self.tick()
         first = -1 if outcome.first_failure is None else outcome.first_failure.rank
         # Of rank 0 all was shown as it came, of the others single lines.
-        shown = None if first == 0 else frozenset(self._shown.get(first, ()))
+        lines = () if self._folder.has_left_out else self._shown.get(first, ())
+        shown = None if first == 0 else frozenset(lines)
         can_replay = outcome.exit_code == EXIT_DIVERGED and bool(self._run_dir.kept_steps())
         words = render_end(outcome, self._run_dir, shown=shown, can_replay=can_replay)
         self._err.write(words.encode("utf-8", "surrogateescape"))

@@ -66,6 +66,31 @@ def test_numbers_of_other_ranks_are_not_the_same_line() -> None:
     assert folded.text == b"n:1| ERROR rank 5 is gone\nn:2| ERROR rank 6 is gone\n"
 
 
+def test_a_flood_of_lines_is_told_by_what_they_have_in_common() -> None:
+    folded = Folded()
+    for rank in range(1, 1000):
+        folded.folder.flush(10.0 + rank / 500)
+        folded.add(f"node{rank // 8}", rank, f"ERROR: loss {rank / 7} of sample {rank * 37}", 10 + rank / 500)
+    assert folded.folder.deadline < 14.0
+    folded.folder.flush(14.0)
+    *single, last = folded.text.decode().splitlines()
+    assert single[0] == "node0:1| ERROR: loss 0.14285714285714285 of sample 37"
+    assert len(single) == 20 and folded.folder.has_left_out
+    alike = "ERROR: loss 3.0 of sample 777 (and 978 lines alike, with other numbers)"
+    assert last == f"123 hosts, ranks 21-999| {alike}"
+
+
+def test_a_flood_of_other_lines_is_counted() -> None:
+    folded = Folded()
+    words = [f"ERROR {chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(100)]
+    for rank, text in enumerate(words):
+        folded.add("n", rank, text, 10.0)
+    folded.folder.flush()
+    lines = folded.text.decode().splitlines()
+    assert lines[:-1] == [f"n:{rank}| {text}" for rank, text in enumerate(words[:40])]
+    assert lines[-1] == "60 other lines of ranks 40-99: see their logs"
+
+
 def test_a_line_that_keeps_coming_is_shown_ever_more_seldom() -> None:
     folded = Folded()
     for tenth in range(1200):
