@@ -80,7 +80,7 @@ def find_problems(
             _check_network(say, one, probed)
             if (problem := clock_problem(one.skew_s - median(skews))) is not None:
                 say.warn("clock", problem, CLOCK_HINT)
-    found += _differing_versions(probed)
+    found += [*_one_machine(probed, wanted), *_differing_versions(probed)]
     return found
 
 
@@ -284,6 +284,17 @@ def _check_name_of_first(say: _Sayer, addresses: Sequence[str], first: Probed) -
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
+
+
+def _one_machine(probed: Sequence[Probed], wanted: Wanted) -> Iterator[HostFinding]:
+    """Hosts that are another one under a second name, with the same slots."""
+    from dslaunch.launch.preflight import given_twice, one_machine_doubt
+
+    severity: Severity = "warning" if wanted.device_type == "cpu" else "error"
+    twice = given_twice([(one.host, one.facts.identity) for one in probed if one.facts])
+    for name, (first, slot) in twice.items():
+        doubt = one_machine_doubt(first, slot)
+        yield HostFinding(doubt.code, severity, name, doubt.message, doubt.hint)
 
 
 def _differing_versions(probed: Sequence[Probed]) -> Iterator[HostFinding]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from dslaunch.cli.doctor_checks import HostFinding, devices_text
+from dslaunch.core.hostfile import filter_text
 from dslaunch.core.packages import COMPARED
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Report:
                 for d in self.differences
             ],
             "findings": [asdict(finding) for finding in self.findings],
-            "exclude": "@".join(self.exclude) or None,
+            "exclude": filter_text(self.exclude) or None,
             "inventory": {
                 one.facts.node if one.host.name == "localhost" else one.host.name: inventory_json(
                     self.inventories[one.host.name]
@@ -77,7 +78,7 @@ def report_lines(report: Report) -> list[str]:
         if hint is not None:
             lines.append(f"         -> {hint}")
     if report.exclude:
-        lines += ["", f"without what cannot be used: --exclude {'@'.join(report.exclude)}"]
+        lines += ["", f"without what cannot be used: --exclude {filter_text(report.exclude)}"]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""One host under a name and under an address, which only a name server can tell."""
+"""One host under two names: a name and an address, which only a name server can tell, or two of ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dslaunch.core.errors import HostfileError
-from dslaunch.core.topology import Host, is_address, plain_name
+from dslaunch.core.topology import Host, is_address, is_this_machine, plain_name
 
 _THREADS = 16
 _TIMEOUT_S = 2.0
@@ -20,8 +20,15 @@ def check_named_once(hosts: Sequence[Host], name: str, lookup: Lookup | None = N
     """Raise HostfileError where a host of the hostfile ``name`` stands there as a name and as an address.
 
     Nothing is looked up where names and addresses are not mixed. Names that a name server
-    does not answer for in time are let pass.
+    does not answer for in time are let pass. What only the hosts themselves can tell (an alias of
+    somebody's ssh configuration) their agents do, before ranks start.
     """
+    ours = [host.name for host in hosts if is_this_machine(host.name, look_up=is_address(host.name))]
+    if len(ours) > 1:
+        raise HostfileError(
+            f"{name}: {ours[0]} and {ours[1]} are one host: this machine",
+            hint="keep one of the two lines, with all its slots",
+        )
     addresses = {plain_name(host.name): host.name for host in hosts if is_address(host.name)}
     names = [host.name for host in hosts if not is_address(host.name)]
     if not addresses or not names:

@@ -14,7 +14,7 @@ what it reads.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dslaunch.core.errors import HostfileError
@@ -238,8 +238,17 @@ def _column(content: str) -> int:
 
 def host_text(host: Host) -> str:
     """A host as a hostfile has it: ``alice@worker-1:2222``, ``[fe80::1]``."""
-    name = f"[{host.name}]" if ":" in host.name else host.name
-    return (f"{host.user}@" if host.user else "") + name + (f":{host.port}" if host.port else "")
+    user, port = f"{host.user}@" if host.user else "", f":{host.port}" if host.port else ""
+    return user + _bracketed(host.name) + port
+
+
+def filter_text(names: Iterable[str]) -> str:
+    """All slots of these hosts, as ``--include`` and ``--exclude`` have them: ``worker-1@[fe80::1]``."""
+    return "@".join(map(_bracketed, names))
+
+
+def _bracketed(name: str) -> str:
+    return f"[{name}]" if ":" in name else name
 
 
 def _slots_text(slots: tuple[str, ...]) -> str:
@@ -259,11 +268,7 @@ def _parse_filter(text: str, hosts: Sequence[Host], what: str) -> dict[str, tupl
             raise HostfileError(f"{what} {text!r}: {part!r} is not host or host:0,1", hint="write a@b:0,2")
         name = match[1] or match[2]
         if name not in by_name:
-            import difflib
-
-            near = difflib.get_close_matches(name, by_name, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the hosts are: {', '.join([*by_name][:10])}"
-            raise HostfileError(f"{what} {text!r}: there is no host {name}", hint=hint)
+            raise HostfileError(f"{what} {text!r}: there is no host {name}", hint=_filter_hint(part, by_name))
         ids = tuple(match[3].split(",")) if match[3] else ()
         for slot in ids:
             if slot not in by_name[name].slots:
@@ -276,6 +281,16 @@ def _parse_filter(text: str, hosts: Sequence[Host], what: str) -> dict[str, tupl
         merged = (*wanted.get(name, ()), *ids)
         wanted[name] = tuple(s for s in by_name[name].slots if s in merged)
     return wanted
+
+
+def _filter_hint(part: str, names: Iterable[str]) -> str:
+    """What to write in place of a host that is not there."""
+    if is_address(part.strip()) and ":" in part:
+        return f"write an IPv6 address in brackets: [{part.strip()}]"
+    import difflib
+
+    near = difflib.get_close_matches(part.strip().strip("[]"), names, n=1)
+    return f"did you mean {_bracketed(near[0])}?" if near else f"the hosts are: {', '.join([*names][:10])}"
 
 
 def _without(hosts: Sequence[Host], unwanted: dict[str, tuple[str, ...]]) -> list[Host]:

@@ -966,6 +966,7 @@ def look_around(cache: str, ops: str, root: str = "/") -> dict[str, Any]:
     cache, ops = os.path.expanduser(cache), os.path.expanduser(ops)
     return {
         "machine": os.uname().machine,
+        "identity": identity(),
         "shm": space(os.path.join(root, "dev/shm")),
         "cache": {"path": cache, **space(cache), "problem": write_problem(cache)},
         "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -973,6 +974,15 @@ def look_around(cache: str, ops: str, root: str = "/") -> dict[str, Any]:
         "infiniband": os.path.isdir(os.path.join(root, "sys/class/infiniband")),
         "locks": torch_locks(ops),
     }
+
+
+def identity() -> str:
+    """The same from all that look at one machine, under whatever name they got there; empty: not known."""
+    boot = read_text("/proc/sys/kernel/random/boot_id").strip()
+    try:
+        return " ".join([os.uname().nodename, boot, os.readlink("/proc/self/ns/pid")]) if boot else ""
+    except OSError:
+        return ""
 
 
 def space(path: str) -> dict[str, int | None]:

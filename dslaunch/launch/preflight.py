@@ -8,6 +8,8 @@ from statistics import median
 from typing import Any
 
 from dslaunch.core.devices import Device, named_device
+from dslaunch.core.hostfile import filter_text
+from dslaunch.core.topology import Host
 
 GIB = 2**30
 _SHM_PER_RANK = GIB
@@ -50,6 +52,7 @@ class Surroundings:
     memlock: int
     infiniband: bool
     locks: tuple[TorchLock, ...]
+    identity: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ def surroundings_fields(found: Mapping[str, Any]) -> dict[str, Any]:
     cache = dict(found["cache"])
     return {
         "machine": found["machine"],
+        "identity": found["identity"],
         "shm": Space(**found["shm"]),
         "cache_path": cache.pop("path"),
         "cache_problem": cache.pop("problem"),
@@ -132,7 +136,7 @@ def find_doubts(
     ``planned``: names of the GPUs that the plan is for, where it names any.
     """
     kinds = [named_device(name) for name in planned]
-    doubts = _differences_in_words(hosts)
+    doubts = [*_differences_in_words(hosts), *_one_machine_in_words(hosts)]
     alike: dict[tuple[str, str], list[str]] = {}
     held = held_locks([host.surroundings for host in hosts]) | held_here
     middle = median(host.skew_s for host in hosts)
@@ -172,14 +176,50 @@ def _differences_in_words(hosts: Sequence[ReadyHost]) -> list[str]:
         return []
     others = {name for found in differences for _, names in found.values[1:] for name in names}
     without = [host.name for host in hosts if host.name in others]
-    out = f"; --exclude {'@'.join(without)} leaves that out" if len(without) < len(hosts) else ""
+    out = f"; --exclude {filter_text(without)} leaves that out" if len(without) < len(hosts) else ""
     lines = difference_table(differences)
     return ["\n".join([f"hosts differ: ranks may hang, or compute something else{out}", *lines])]
+
+
+def _one_machine_in_words(hosts: Sequence[ReadyHost]) -> Iterator[str]:
+    names_of: dict[str, list[str]] = {}
+    for host in hosts:
+        names_of.setdefault(host.surroundings.identity, []).append(host.name)
+    for identity, names in names_of.items():
+        if identity and len(names) > 1:
+            yield (
+                f"{_names(names)}: these are one machine, {identity.split()[0]}, and its ranks share it;"
+                f" keep one of them, with all slots: --exclude {filter_text(names[1:])}"
+            )
 
 
 def _knows(host: ReadyHost, what: str) -> bool:
     """Whether the host was seen to have ``what``, or, among other packages, not to have it."""
     return what in host.versions or (what != "python" and bool(host.versions.keys() - {"python"}))
+
+
+def given_twice(hosts: Sequence[tuple[Host, str]]) -> dict[str, tuple[str, str]]:
+    """Of hosts, each with its machine's identity: those with a slot that an earlier one has on that machine.
+
+    Name -> the name of the earlier one, and the slot.
+    """
+    seen: dict[tuple[str, str], str] = {}
+    found: dict[str, tuple[str, str]] = {}
+    for host, identity in hosts:
+        for slot in host.slots if identity else ():
+            first = seen.setdefault((identity, slot), host.name)
+            if first != host.name:
+                found.setdefault(host.name, (first, slot))
+    return found
+
+
+def one_machine_doubt(first: str, slot: str) -> Doubt:
+    """Of a host that :func:`given_twice` found."""
+    return Doubt(
+        "one-machine",
+        f"it is the same machine as {first}, and both have slot {slot}",
+        "keep one of the two names, with all slots",
+    )
 
 
 # --- of one host; what doctor says too ----------------------------------------------------------------

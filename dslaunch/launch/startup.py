@@ -15,6 +15,7 @@ from typing import Any
 from dslaunch.core.command import Command
 from dslaunch.core.errors import EnvironmentNotReady
 from dslaunch.core.events import utc_now
+from dslaunch.core.hostfile import filter_text
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host
 from dslaunch.launch import local, mpich, openmpi, pdsh, slurm, ssh
@@ -22,7 +23,7 @@ from dslaunch.launch.container import enter_words
 from dslaunch.launch.jit_cache import held_here
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.orders import build_orders, common_orders, is_elsewhere, way_to
-from dslaunch.launch.preflight import ReadyHost, find_doubts, ready_host
+from dslaunch.launch.preflight import ReadyHost, find_doubts, given_twice, one_machine_doubt, ready_host
 from dslaunch.launch.text import said
 from dslaunch.launch.verdict import describe_code
 
@@ -264,6 +265,8 @@ class Startup:
         """Take the next step where all hosts are done with this one; False where some are not."""
         if self.has_started or self._awaited:
             return False
+        if not self._asked_to_reach and self.plan.device_type != "cpu":
+            self._refuse_what_is_given_twice()
         if self._unusable:
             return True
         if not self._asked_to_reach and self.plan.topology.num_nodes > 1:
@@ -277,6 +280,16 @@ class Startup:
             return False
         self._start_ranks()
         return True
+
+    def _refuse_what_is_given_twice(self) -> None:
+        """One GPU for two ranks, where two names of hosts lead to one machine."""
+        ready = sorted(self._ready_hosts.items())
+        hosts = self.plan.topology.hosts
+        twice = given_twice([(hosts[n], host.surroundings.identity) for n, host in ready])
+        for node_rank, host in ready if twice else ():
+            if host.name in twice:
+                doubt = one_machine_doubt(*twice[host.name])
+                self.note_unusable(self._links[node_rank], doubt.message, doubt.hint)
 
     def _start_ranks(self) -> None:
         self.has_started = True
@@ -336,7 +349,7 @@ class Startup:
     def _without(self, hosts: list[str]) -> str | None:
         if len(hosts) == self.plan.topology.num_nodes:
             return None
-        return f"leave out what cannot be used: --exclude {'@'.join(hosts)}"
+        return f"leave out what cannot be used: --exclude {filter_text(hosts)}"
 
 
 def describe_lost_agent(link: AgentLink) -> str:

@@ -190,6 +190,16 @@ def report(probed: list[Probed]) -> Report:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("device_type", "severity"), [("cuda", "error"), ("cpu", "warning")])
+def test_a_machine_under_two_names(device_type: str, severity: str) -> None:
+    one = replace(FACTS, identity="n boot pid")
+    hosts = [replace(fine("a"), facts=one), fine("b"), replace(fine("c"), facts=one)]
+    wanted = replace(WANTED, device_type=device_type)
+    (found,) = find_problems(hosts, dict.fromkeys(NODES, A100S), wanted)
+    assert (found.code, found.severity, found.host) == ("one-machine", severity, "c")
+    assert found.message == "it is the same machine as a, and both have slot 0"
+
+
 def test_what_all_hosts_have_is_the_matter_of_none() -> None:
     """A lock on a file system that they share; one of them besides cannot write its cache."""
     left = replace(FACTS, locks=(TorchLock(path="/c/ops/x/lock", held=False),))

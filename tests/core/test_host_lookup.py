@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -36,6 +37,13 @@ def check(text: str) -> list[str]:
 def test_a_name_and_its_address(text: str, pair: str) -> None:
     with pytest.raises(HostfileError, match=f"^hosts: {pair} are one host"):
         check(text)
+
+
+def test_two_names_of_this_machine() -> None:
+    own = os.uname().nodename
+    for text in (f"{own} slots=1\nlocalhost slots=1", f"node1 slots=1\n{own} slots=1\n127.0.0.2 slots=1"):
+        with pytest.raises(HostfileError, match=f"^hosts: {own} and .* are one host: this machine$"):
+            check(text)
 
 
 def test_others_are_let_pass() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dslaunch.core.errors import HostfileError
-from dslaunch.core.hostfile import parse_hostfile, render_hostfile, select_hosts
+from dslaunch.core.hostfile import filter_text, parse_hostfile, render_hostfile, select_hosts
 from dslaunch.core.templating import hostfile_root
 from dslaunch.core.topology import Host
 
@@ -190,6 +190,8 @@ def test_filters(filters: dict[str, object], expected: dict[str, str]) -> None:
     ("filters", "part", "hint"),
     [
         ({"include": "bb"}, "there is no host bb", "did you mean b?"),
+        ({"include": "fe80::1"}, "there is no host fe80", "in brackets: [fe80::1]"),
+        ({"exclude": "[fe80::2]:0"}, "there is no host fe80::2", "did you mean [fe80::1]?"),
         ({"include": "b:4"}, "no slot '4'", "it has 0, 1, 2, 3"),
         ({"include": ""}, "is not host or host:0,1", "a@b:0,2"),
         ({"include": "a@"}, "is not host or host:0,1", "a@b:0,2"),
@@ -206,6 +208,12 @@ def test_filters_that_cannot_be(filters: dict[str, object], part: str, hint: str
         chosen(**filters)
     assert part in caught.value.message
     assert hint is None or hint in (caught.value.hint or "")
+
+
+def test_a_filter_of_names_is_read_as_it_is_written() -> None:
+    names = [host.name for host in FOUR[1:]]
+    assert filter_text(names) == "b@c@[fe80::1]"
+    assert list(chosen(include=filter_text(names))) == names
 
 
 def test_ten_thousand_hosts_are_filtered() -> None:

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from dslaunch.launch.preflight import GIB, ReadyHost, Space, Surroundings, TorchLock, find_doubts, ready_host
+from dslaunch.core.topology import Host
+from dslaunch.launch.preflight import (
+    GIB,
+    ReadyHost,
+    Space,
+    Surroundings,
+    TorchLock,
+    find_doubts,
+    given_twice,
+    ready_host,
+)
 
 FINE = Surroundings(
     machine="x86_64", shm=Space(total_bytes=2 * GIB, free_bytes=GIB, free_inodes=None), cache_path="/cache",
@@ -20,7 +30,8 @@ NODES = [replace(NODE, name=name) for name in "abc"]
 SAID: dict[str, Any] = {
     "time": 1000.0, "versions": {}, "gpus": [], "unseen": None,
     "surroundings": {
-        "machine": "x86_64", "shm": {"total_bytes": None, "free_bytes": None, "free_inodes": None},
+        "machine": "x86_64", "identity": "",
+        "shm": {"total_bytes": None, "free_bytes": None, "free_inodes": None},
         "cache": {"path": "/c", "problem": None, "total_bytes": 1, "free_bytes": None, "free_inodes": None},
         "nofile": -1, "memlock": -1, "infiniband": True, "locks": [{"path": "/ops/x/lock", "held": True}],
     },
@@ -78,6 +89,20 @@ def test_other_gpus() -> None:
     assert "--exclude d leaves that out\n" in doubt
     assert "GPU      NVIDIA A100-SXM4-80GB  a, b, c\n         NVIDIA H100 80GB HBM3  d" in doubt
     assert ready_host("a", 1, {**SAID, "gpus": ["A", "A", "B"]}, now=0.0).gpus == ("A", "B")
+
+
+def test_one_machine_under_several_names() -> None:
+    hosts = [replace(host, surroundings=replace(FINE, identity="n1 boot pid")) for host in NODES]
+    assert doubts([*hosts[:2], NODES[2]]) == [
+        "a, b: these are one machine, n1, and its ranks share it; keep one of them, with all slots:"
+        " --exclude b"
+    ]
+    found = given_twice([
+        (Host(name="a", slots=("0", "1")), "x"), (Host(name="b", slots=("2",)), "x"),
+        (Host(name="c", slots=("0",)), "y"), (Host(name="d", slots=("0",)), ""),
+        (Host(name="e", slots=("0",)), ""), (Host(name="f", slots=("3", "2", "1")), "x"),
+    ])  # fmt: skip
+    assert found == {"f": ("b", "2")}  # where they say nothing of themselves, nothing is known
 
 
 def test_gpus_of_another_kind_than_the_plan_is_for() -> None:

@@ -106,6 +106,7 @@ def test_gpus_of_other_kinds_and_numbers(bed: Testbed, over: Over) -> None:
     """Of a command, too: what hosts have is compared, and with what --gpu says."""
     Path("two").write_text("node2 slots=1\nnode3 slots=1\n")
     Path("four").write_text("node2 slots=1\nnode3 slots=0,4\n")
+    Path("twice").write_text(f"node3 slots=2\n[{bed.address6('node3')}] slots=1\n")
     bed.show_gpus("node2", "NVIDIA A100-SXM4-80GB")
     bed.show_gpus("node3", "Tesla V100-SXM2-32GB", "Tesla V100-SXM2-32GB")
     try:
@@ -113,6 +114,7 @@ def test_gpus_of_other_kinds_and_numbers(bed: Testbed, over: Over) -> None:
             "print(os.environ['CUDA_VISIBLE_DEVICES'])", "--gpu", "a100", hostfile="two"
         ).wait()
         refused = over("touch('ran')", "--gpu", "a100", hostfile="four", run_dir="no").wait()
+        twice = over("touch('ran')", "--gpu", "v100", hostfile="twice", run_dir="twice-run").wait()
     finally:
         for name in ("node2", "node3"):
             bed.power_off(name)
@@ -126,6 +128,12 @@ def test_gpus_of_other_kinds_and_numbers(bed: Testbed, over: Over) -> None:
     assert refused[0] == 3
     assert "host node3: the plan is for GPU 4, and this host has 2 (0,1); nothing was started" in refused[2]
     assert "leave out what cannot be used: --exclude node3" in refused[2]
+    assert twice[0] == 3
+    assert f"host {bed.address6('node3')}: it is the same machine as node3, and both have slot 0" in twice[2]
+    assert (
+        f"names, with all slots; or leave out what cannot be used: --exclude [{bed.address6('node3')}]\n"
+        in twice[2]
+    )
     assert not Path("ran").exists()
 
 
