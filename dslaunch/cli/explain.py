@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 LOSS_SCALE = "loss-scale"
+_STEPS = 60
 
 
 @click.command("explain", context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,9 +29,7 @@ LOSS_SCALE = "loss-scale"
 @click.option(
     "--steps",
     type=click.IntRange(1, 1_000_000),
-    default=60,
-    show_default=True,
-    help="For loss-scale: steps to show.",
+    help="For loss-scale: steps to show (default 60).",
 )
 @click.option(
     "--set",
@@ -41,16 +40,23 @@ LOSS_SCALE = "loss-scale"
 )
 @options.json_option
 def command(
-    key: str | None, as_list: bool, overflow_at: str | None, steps: int, set_: tuple[str, ...], as_json: bool
+    key: str | None,
+    as_list: bool,
+    overflow_at: str | None,
+    steps: int | None,
+    set_: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Say what KEY of a DeepSpeed config does: type, default, stages, versions, effect.
 
     KEY loss-scale shows the course of the fp16 loss scale for given overflows.
     """
-    if key != LOSS_SCALE and (overflow_at or set_):
-        raise click.UsageError("--overflow-at and --set go with `dslaunch explain loss-scale`")
+    if key != LOSS_SCALE and (overflow_at is not None or steps is not None or set_):
+        raise click.UsageError("--overflow-at, --steps and --set go with `dslaunch explain loss-scale`")
     if key == LOSS_SCALE:
-        _explain_loss_scale(overflow_at or "", steps, set_, as_json)
+        if as_list:
+            raise click.UsageError("--list goes with a section, and loss-scale is none")
+        _explain_loss_scale(overflow_at or "", steps or _STEPS, set_, as_json)
     elif key is not None and not key.strip():
         raise click.UsageError("KEY is empty: name a key, or use --list")
     elif as_list:
@@ -63,17 +69,27 @@ def command(
 
 def _explain(text: str, as_json: bool) -> None:
     from dslaunch.config.schema import find_key
-    from dslaunch.config.schema.describe import describe, describe_argument, key_json, keys_named
+    from dslaunch.config.schema.arguments import find_argument
+    from dslaunch.config.schema.describe import (
+        argument_json,
+        describe,
+        describe_argument,
+        key_json,
+        keys_named,
+        named_keys,
+    )
     from dslaunch.config.schema.other_names import OTHER_NAMES
 
     if find_key(text) is None and (own := OTHER_NAMES.get(text.strip())) is not None:
         talk(f"{text.strip()} of other tools is {own} in a DeepSpeed config")
         text = own
-    argument = describe_argument(text)
-    if argument is not None and not as_json:
-        click.echo("\n".join(argument))
+    if not named_keys(text) and (argument := find_argument(text)) is not None:
+        if as_json:
+            _echo_json({"keys": [argument_json(argument)]})
+        else:
+            click.echo("\n".join(describe_argument(argument)))
         return
-    keys = keys_named(text if argument is None else text.rpartition(".")[0])
+    keys = keys_named(text)
     if as_json:
         _echo_json({"keys": [key_json(key) for key in keys]})
     else:

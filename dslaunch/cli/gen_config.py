@@ -9,6 +9,8 @@ import click
 from dslaunch.cli import options
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dslaunch.config.engine_plan import EnginePlan
     from dslaunch.config.spec_engine import EngineSpec
 
@@ -90,6 +92,8 @@ def _render(
             hint="dslaunch plan shows what it resolves to; for the JSON add --set engine=deepspeed",
         )
     facts = probe_facts(loaded, cwd=Path.cwd(), environ=os.environ)
+    if run_file is None and facts.model_quantization is not None:
+        _check_on_disk(facts.model_quantization, flags["model"])
     loaded = settle_auto(loaded, facts, training, for_json=True)
     report = Report(loaded, notes=list(loaded.notes))
     engine = resolve_engine(report, facts)
@@ -107,6 +111,17 @@ def _render(
         kind, params = config["optimizer"]["type"], config["optimizer"]["params"]
         report.note(f"optimizer {kind} with lr {params['lr']:g} ({usual.reason}); --lr sets it")
     return config, tuple(report.notes)
+
+
+def _check_on_disk(block: Mapping[str, Any], model: str) -> None:
+    """Raises ConfigError for what no adapter can be trained on, as a plan of that model does."""
+    from dslaunch.core.errors import ConfigError
+    from dslaunch.core.quantised_model import plan_on_disk
+
+    try:
+        plan_on_disk(block)
+    except ConfigError as error:
+        raise ConfigError(f"--model {model}: {error.message}", hint=error.hint) from None
 
 
 def _with_scheduler(engine: EnginePlan, flags: dict[str, Any], spec: EngineSpec) -> EnginePlan:

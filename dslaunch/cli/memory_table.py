@@ -62,6 +62,8 @@ def verdict(memory: Memory) -> list[str]:
     plan = memory.plan
     lines = [_device_verdict(plan)] if not plan.on_cpu else []
     lines.append(_host_verdict(plan))
+    if plan.tight:
+        lines += _what_is_roomier(memory)
     return lines if plan.fits is not False else lines + _what_would_fit(memory)
 
 
@@ -73,10 +75,15 @@ def _device_verdict(plan: MemoryPlan) -> str:
     if plan.device_fits is None:
         changing, saved = ", ".join(plan.uncounted), ", ".join(plan.overcounted)
         if changing:
-            return f"needs {total} of {capacity} on each device, without what {changing} changes"
+            return (
+                f"needs {total} of {capacity} on each device, without what {changing} changes, which is not"
+                " known: so neither is whether it fits"
+            )
         return f"needs up to {total} of {capacity} on each device; what {saved} saves is not counted"
     if plan.device_fits:
-        return f"fits: {total} of {capacity} on each device"
+        return (
+            f"fits: {total} of {capacity} on each device{_how_tight(plan.total_bytes, plan.capacity_bytes)}"
+        )
     return f"does not fit: {total} of {capacity} on each device; at {plan.phase}, {plan.binds} is the largest"
 
 
@@ -86,7 +93,8 @@ def _host_verdict(plan: MemoryPlan) -> str:
         return f"needs {total} of each host's RAM, which is not known: --host-memory-gib says"
     capacity = gib(plan.host_capacity_bytes).strip()
     if plan.host_fits:
-        return f"fits: {total} of {capacity} RAM on each host"
+        close = _how_tight(plan.host_peak_bytes, plan.host_capacity_bytes)
+        return f"fits: {total} of {capacity} RAM on each host{close}"
     if plan.host_fits is None:
         return f"needs up to {total} of {capacity} RAM on each host, without what is saved as above"
     if plan.trains:
@@ -97,17 +105,37 @@ def _host_verdict(plan: MemoryPlan) -> str:
     )
 
 
+def _how_tight(needed: int, capacity: int) -> str:
+    from dslaunch.config.memory.planner import is_tight
+
+    return f", tight: {100 * needed / capacity:.1f} %" if is_tight(needed, capacity) else ""
+
+
+def _what_is_roomier(memory: Memory) -> list[str]:
+    """What to do about a plan that its estimates alone may break."""
+    from dslaunch.config.memory.alternatives import nearest_that_fits
+
+    nearest = nearest_that_fits(memory.alternatives)
+    advice = "try some steps with the longest samples first"
+    if nearest is not None and not nearest.plan.tight:
+        advice += f"; with more room: {_change(nearest)}"
+    return [f"estimates may be wrong by what is left: {advice}"]
+
+
+def _change(alternative: Alternative) -> str:
+    """What is typed, and what it takes then."""
+    plan = alternative.plan
+    device, host = (gib(size).strip() for size in (plan.total_bytes, plan.host_peak_bytes))
+    where = "" if plan.on_cpu else f"{device} on each device, "
+    return f"{' '.join(alternative.changes)} ({where}{host} of each host's RAM)"
+
+
 def _what_would_fit(memory: Memory) -> list[str]:
     from dslaunch.config.memory.alternatives import nearest_that_fits
 
     nearest = nearest_that_fits(memory.alternatives)
     if nearest is not None:
-        device, host = (
-            gib(size).strip() for size in (nearest.plan.total_bytes, nearest.plan.host_peak_bytes)
-        )
-        where = "" if nearest.plan.on_cpu else f"{device} on each device, "
-        where += f"{host} of each host's RAM"
-        return [f"nearest that fits: {' '.join(nearest.changes)} ({where})"]
+        return [f"nearest that fits: {_change(nearest)}"]
     if not memory.larger:
         return ["nothing tried here fits: neither shorter samples nor adapters nor 64 hosts like these"]
     found = [f"  {' '.join(change.changes)} ({change.price})" for change in memory.larger]
@@ -116,23 +144,25 @@ def _what_would_fit(memory: Memory) -> list[str]:
 
 def _alternatives(memory: Memory, shown: int) -> list[str]:
     """What is better: where the plan fits, only what is faster or leaves more room, and fits as well."""
-    from dslaunch.config.memory.alternatives import cost_of
+    from dslaunch.config.memory.alternatives import COST_ORDER, cost_of
 
-    found, head = memory.alternatives, "alternatives, best first:"
+    found, head = memory.alternatives, "alternatives, what fits first (tight ones last):"
     if memory.plan.fits:
-        cost, needed = cost_of(memory.setup), needed_bytes(memory.plan)
+        cost, needed = cost_of(memory.setup), memory.plan.needed_bytes
         found = [
             other
             for other in found
-            if other.plan.fits and (other.cost < cost or needed_bytes(other.plan) < _ROOMIER * needed)
+            if other.plan.fits and (other.cost < cost or other.plan.needed_bytes < _ROOMIER * needed)
         ]
         head = "this fits; cheaper or roomier:"
-    return [head, *map(_alternative, found[:shown])] if found else []
-
-
-def needed_bytes(plan: MemoryPlan) -> int:
-    """Of a device, or on CPUs of a host."""
-    return plan.host_peak_bytes if plan.on_cpu else plan.total_bytes
+    if not found:
+        return []
+    order = "ordered by what slows a step down least, then by size"
+    if all(other.plan.fits is False for other in found[:shown]):
+        head, order = "alternatives, none of which fits:", "ordered by what is lacking, least first"
+    else:
+        order += f"; a rough rule: {COST_ORDER}"
+    return [head, *map(_alternative, found[:shown]), order]
 
 
 def _alternative(alternative: Alternative) -> str:
@@ -141,4 +171,4 @@ def _alternative(alternative: Alternative) -> str:
     binds = alternative.binds()
     where = f"{binds['item']}, host" if binds["where"] == "host" else binds["item"]
     word = f"{word}, tight" if plan.tight else word
-    return f"  {word:<13} {gib(needed_bytes(plan))}  {' '.join(alternative.changes)} ({where})"
+    return f"  {word:<13} {gib(plan.needed_bytes)}  {' '.join(alternative.changes)} ({where})"

@@ -167,7 +167,11 @@ def dtypes_of(plan: RunPlan) -> dict[str, str]:
 
 def dtype_lines(found: dict[str, str]) -> list[str]:
     """The same as lines of the plan."""
-    return [f"{'dtypes.' + name:<40} {dtype:<24}  follows from precision" for name, dtype in found.items()]
+    return [f"{'dtypes.' + name:<40} {dtype:<24}  {_why(dtype)}" for name, dtype in found.items()]
+
+
+def _why(dtype: str) -> str:
+    return "packed as bytes" if dtype in ("uint8", "int8") else "follows from precision"
 
 
 def _shown(value: Any) -> str:

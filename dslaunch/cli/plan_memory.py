@@ -216,7 +216,7 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
             "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         },
     }
-    types = dtype_lines(dtypes(engine.precision, config, setup.method))
+    types = dtype_lines(dtypes(engine.precision, config, setup.method, facts.on_disk))
     head_lines = verdict_lines(engine.precision, config["zero_optimization"], batch, memory)
     return {**head, **memory_report(memory)}, [*head_lines, "", *types, "", *memory_lines(memory)]
 

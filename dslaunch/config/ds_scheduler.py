@@ -36,7 +36,8 @@ def build_scheduler(flags: Mapping[str, Any], *, lr: float, train_batch_size: in
     warmup = max(_warmup(flags, total), _LEAST_WARMUP)
     if warmup >= total and kind != "constant":
         raise ConfigError(
-            f"--scheduler {kind}: {total} steps in all are not more than {warmup} of warm-up"
+            f"--scheduler {kind}: {total} step{'s in all are' if total > 1 else ' in all is'} not more than"
+            f" {warmup} of warm-up"
             f" (DeepSpeed has at least {_LEAST_WARMUP})",
             hint="train longer, use a shorter warm-up, or --scheduler constant",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dslaunch.core.devices import Device, Inventory, lookup_device, memory_sizes
+from dslaunch.core.devices import Device, Inventory, lookup_device, made_sizes, said_size
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.host_pattern import host_matcher
 from dslaunch.core.inventory import find_host
@@ -136,14 +136,17 @@ def in_words(hosts: Sequence[str]) -> str:
 
 
 def open_sizes(groups: Sequence[DeviceGroup]) -> list[str]:
-    """A line for each device that is made in several sizes and of which the smallest is taken."""
+    """A line for each device of which the smallest size is taken, or one that it is not made in."""
     lines = []
     for name in dict.fromkeys(group.name for group in groups if group.name):
-        if len(sizes := memory_sizes(name)) > 1:
-            others = " and ".join(f"{size} GB" for size in sizes)
+        sizes, said = made_sizes(name), said_size(name)
+        others = " and ".join(f"{size} GB" for size in sizes)
+        if said is None and len(sizes) > 1:
             lines.append(
                 f"{name} comes with {others}: {sizes[0]} GB assumed; {name}-{sizes[-1]}g says otherwise"
             )
+        elif said is not None and sizes and said not in sizes and "mig" not in name.lower():
+            lines.append(f"{name} comes with {others}, not {said} GB: {said} GB are taken, as written")
     return lines
 
 

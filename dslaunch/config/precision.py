@@ -67,13 +67,14 @@ def dtypes(
 ) -> dict[str, str]:
     """The type of everything that has one, all from one truth. ``config``: the DeepSpeed JSON.
 
-    ``method``: full, lora or qlora. bitsandbytes' packed weights are kept in tensors of the
-    compute type, so that ZeRO can partition them with the rest, unless ``quantization`` says otherwise.
+    ``method``: full, lora or qlora. Unless ``quantization`` says otherwise, bitsandbytes' packed weights are
+    kept in tensors of the compute type at stage 3, where ZeRO partitions them with the rest, else as bytes.
     """
     found: dict[str, str] = {"model": precision}
     if method != "full":
         found["adapter"] = precision
-    found |= _quantised(precision, method, quantization)
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    found |= _quantised(precision, method, quantization, precision if stage == 3 else "uint8")
     found["master_weights"] = "fp32"
     found["gradient_accumulation"] = (config.get("data_types") or {}).get("grad_accum_dtype", precision)
     found["communication"] = config.get("communication_data_type") or precision
@@ -85,18 +86,21 @@ def dtypes_without_deepspeed(
 ) -> dict[str, str]:
     """The same with engine torch: trained weights, sums and what is sent are fp32."""
     found = {"model": "fp32"} if method == "full" else {"model": precision, "adapter": "fp32"}
-    found |= _quantised(precision, method, quantization)
+    found |= _quantised(precision, method, quantization, "uint8")
     if precision != "fp32":
         found["autocast"] = precision
     return {**found, "master_weights": "fp32", "gradient_accumulation": "fp32", "communication": "fp32"}
 
 
-def _quantised(precision: Precision, method: str, quantization: QuantizationPlan | None) -> dict[str, str]:
+def _quantised(
+    precision: Precision, method: str, quantization: QuantizationPlan | None, usual: str
+) -> dict[str, str]:
+    """``usual``: what 4-bit weights are packed in where nothing is said."""
     if method != "qlora":
         return {}
     if quantization is not None and quantization.load_in_8bit:
         return {"quantised_weights": "int8"}
-    storage = quantization.bnb_4bit_quant_storage if quantization else precision
+    storage = quantization.bnb_4bit_quant_storage if quantization else usual
     return {"bnb_4bit_compute_dtype": precision, "bnb_4bit_quant_storage": storage}
 
 

@@ -56,17 +56,19 @@ class Inventory:
 
 _NVIDIA = {
     "sm_60": "p100",
-    "sm_61": "p40 p4 gtx1050 gtx1060 gtx1070 gtx1080 titanxp titanx",
+    "sm_61": "p40 p4 gtx1050 gtx1060 gtx1070 gtx1080 gtx1080ti titanxp titanx",
     "sm_70": "v100 v100s titanv gv100",
-    "sm_75": "t4 gtx1650 gtx1660 rtx2060 rtx2070 rtx2080 titanrtx rtx4000 rtx5000 rtx6000 rtx8000",
+    "sm_75": "t4 gtx1650 gtx1660 rtx2060 rtx2070 rtx2080 rtx2080ti titanrtx rtx4000 rtx5000 rtx6000 rtx8000",
     "sm_80": "a100 a100x a800 a30",
     "sm_86": "a2 a10 a10g a16 a40 a2000 a4000 a4500 a5000 a5500 a6000"
-    " rtx3050 rtx3060 rtx3070 rtx3080 rtx3090",
-    "sm_89": "l2 l4 l20 l40 l40s rtx4060 rtx4070 rtx4080 rtx4090 rtx4000ada rtx5000ada rtx6000ada",
+    " rtx3050 rtx3060 rtx3060ti rtx3060laptop rtx3070 rtx3080 rtx3080ti rtx3080laptop rtx3080tilaptop"
+    " rtx3090",
+    "sm_89": "l2 l4 l20 l40 l40s rtx4060 rtx4060ti rtx4070 rtx4070laptop rtx4080 rtx4080laptop rtx4090"
+    " rtx4090laptop rtx4000ada rtx5000ada rtx6000ada",
     "sm_90": "h20 h100 h200 h800 gh200",
     "sm_100": "b100 b200 gb200",
     "sm_103": "b300 gb300",
-    "sm_120": "rtx5060 rtx5070 rtx5080 rtx5090 rtxpro6000",
+    "sm_120": "rtx5060 rtx5060ti rtx5070 rtx5070ti rtx5070laptop rtx5080 rtx5090 rtx5090laptop rtxpro6000",
 }
 _OTHERS: list[tuple[str, Support, Support, str]] = [
     ("gfx906", "yes", "no", "mi50 mi60"),
@@ -90,23 +92,27 @@ _HBM_GB = (
     "ascend910c=64 gaudi2=96 hl225=96 gaudi3=128 hl325=128 max1100=48 max1550=64"
 )
 _GDDR_GB = (
-    "gtx1070=8 gtx1080=8 titanxp=12 titanx=12 rtx2060=6 rtx2070=8 rtx2080=8 titanrtx=24 rtx4000=8 "
-    "rtx5000=16 rtx6000=24 rtx8000=48 a2000=6/12 a4000=16 a4500=20 a5000=24 a5500=24 a6000=48 "
-    "rtx3050=8 rtx3060=12 rtx3070=8 rtx3080=10/12 rtx3090=24 rtx4060=8 rtx4070=12 rtx4080=16 "
-    "rtx4090=24 rtx4000ada=20 rtx5000ada=32 rtx6000ada=48 rtx5060=8 rtx5070=12 rtx5080=16 rtx5090=32 "
+    "gtx1070=8 gtx1080=8 gtx1080ti=11 titanxp=12 titanx=12 rtx2060=6 rtx2070=8 rtx2080=8 rtx2080ti=11 "
+    "titanrtx=24 rtx4000=8 rtx5000=16 rtx6000=24 rtx8000=48 a2000=6/12 a4000=16 a4500=20 a5000=24 a5500=24 "
+    "a6000=48 rtx3050=8 rtx3060=12 rtx3060ti=8 rtx3060laptop=6 rtx3070=8 rtx3080=10/12 rtx3080ti=12 "
+    "rtx3080laptop=8/16 rtx3080tilaptop=16 rtx3090=24 rtx4060=8 rtx4060ti=8/16 rtx4070=12 rtx4070laptop=8 "
+    "rtx4080=16 "
+    "rtx4080laptop=12 rtx4090=24 rtx4090laptop=16 rtx4000ada=20 rtx5000ada=32 rtx6000ada=48 rtx5060=8 "
+    "rtx5060ti=8/16 rtx5070=12 rtx5070ti=16 rtx5070laptop=8 rtx5080=16 rtx5090=32 rtx5090laptop=24 "
     "rtxpro6000=96"
 )
 _GDDR_ECC_GB = "p40=24 p4=8 t4=16 a2=16 a10=24 a10g=24 a16=16 a40=48 l2=24 l4=24 l20=48 l40=48 l40s=48"
 # Nominal size -> GiB that a program gets: the driver keeps some, and ECC on GDDR takes a sixteenth.
 USABLE_SHARE = 0.985
 _USABLE = ((_HBM_GB, USABLE_SHARE), (_GDDR_GB, USABLE_SHARE), (_GDDR_ECC_GB, 0.92))
-_SIZE = re.compile(r"(\d+)\s*gi?b?\b")
+_SIZE = re.compile(r"(?<![a-z\d])(\d+)\s*gi?b?\b")  # not the end of a name: a10g
 _MEMORY = re.compile(r"[\s_-]+\d+\s*gi?b?\b|\bmig\b.*$|\bhbm\d\w*")
 _VENDOR = re.compile(
-    r"nvidia|amd|intel|huawei|habana|tesla|geforce|quadro|instinct|radeon|graphics|gpu|\(r\)"
+    r"nvidia|amd|intel|huawei|habana|tesla|geforce|quadro|instinct|radeon|graphics|datacenter|gpu|\(r\)"
 )
 _SUFFIX = re.compile(
-    r"(sxm\d?|pcie|nvl|oam|ti|super|laptop|maxq|generation|edition|server|workstation|blackwell|d)$"
+    r"(sxm\d?|pcie|nvl|dgxs|fhhl|oam|vf|ti|super|laptop|maxq|generation|edition|server|workstation"
+    r"|blackwell|d|(?<=h20)3e|(?<=mi250x)mi250|(?<=ascend910b)\d[a-z]?)$"
 )
 
 CPU_NAME = "cpu"
@@ -139,8 +145,20 @@ def named_device(name: str, arch: str = "") -> Device:
 
 def memory_sizes(text: str) -> tuple[int, ...]:
     """The sizes in GB that a device of this name may have: one, where the name says it (``a100-80g``)."""
-    if sizes := _SIZE.findall(text.lower()):
-        return (int(sizes[-1]),)
+    return (said,) if (said := said_size(text)) else made_sizes(text)
+
+
+def said_size(text: str) -> int | None:
+    """The GB that a name says: those of the slice for MIG. Of a GH200 they are those of its CPU, unless
+    it is made with so many: ``NVIDIA GH200 480GB`` has 96."""
+    said = _SIZE.findall(text.lower())
+    if not said or ("gh200" in text.lower() and int(said[-1]) not in _nominal()["gh200"][0]):
+        return None
+    return int(said[-1])
+
+
+def made_sizes(text: str) -> tuple[int, ...]:
+    """The sizes in GB that the device of this name is made in; none where they are not known."""
     device = _find(text)
     return _nominal().get(device.name, ((), 1.0))[0] if device else ()
 
@@ -200,8 +218,8 @@ def _with_unit(text: str) -> list[str]:
 def _with_memory(device: Device, text: str) -> Device:
     """The size that ``text`` says, else the smallest in which the device is made."""
     sizes, usable = _nominal().get(device.name, ((), USABLE_SHARE))
-    if said := _SIZE.findall(text.lower()):
-        sizes = (int(said[-1]),)
+    if said := said_size(text):
+        sizes = (said,)
     return replace(device, memory_gib=round(sizes[0] * usable, 2)) if sizes else device
 
 

@@ -84,8 +84,14 @@ def check_devices(
         shown = f"{len(ids)} ({', '.join(ids)})" if ids else "none"
         raise EnvironmentNotReady(
             f"the plan is for GPU {missing[0]}, but this machine shows {shown}; nothing was started",
-            hint=f"start it where they are, or plan for this machine: {_without_gpus(source)}",
+            hint=f"start it where they are, or plan for this machine: {_without_gpus(source)}{_fewer(plan)}",
         )
+
+
+def _fewer(plan: LaunchPlan) -> str:
+    """What else to give where there would be more ranks than cores for them."""
+    cores, ranks = os.cpu_count() or 1, max(len(host.slots) for host in plan.topology.hosts)
+    return f" --num-gpus-per-node {cores} ({ranks} ranks would share {cores} cores)" * (ranks > cores)
 
 
 def _without_gpus(source: str | None) -> str:

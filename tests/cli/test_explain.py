@@ -62,7 +62,21 @@ def test_the_list(capsys: Capture) -> None:
 
 def test_an_argument_of_an_optimizer(capsys: Capture) -> None:
     assert main(["explain", "optimizer.params.betas"]) == 0
-    assert "AdamW" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "AdamW" in out
+    assert "0.9, 0.999" in out
+    assert "0.9 looks back about 10" in out
+    assert main(["explain", "warmup_num_steps", "--json"]) == 0
+    (key,) = json.loads(capsys.readouterr().out)["keys"]
+    assert (key["key"], key["default"]) == ("scheduler.params.warmup_num_steps", "1000")
+    assert key["taken_by"] == ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+
+
+@pytest.mark.parametrize("flag", [["--steps", "3"], ["--overflow-at", ""], ["--set", "fp16.hysteresis=1"]])
+def test_what_shapes_the_course_of_the_scale_is_for_that_alone(flag: list[str], capsys: Capture) -> None:
+    assert main(["explain", "stage", *flag]) == 2
+    assert "--overflow-at, --steps and --set go with `dslaunch explain loss-scale`" in capsys.readouterr().err
+    assert main(["explain", "loss-scale", "--list"]) == 2
 
 
 def test_the_loss_scale(capsys: Capture) -> None:

@@ -225,6 +225,25 @@ def test_fp16_at_stage_0_is_refused_for_scripts_and_run_by_our_worker(
     assert "run.yaml:7: warning: fp16 at ZeRO stage 0" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", ["gen-config", "plan"])
+def test_a_model_that_others_have_quantised_is_refused_without_a_run_file_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    block = {"quant_method": "awq", "bits": 4}
+    config = {"model_type": "llama", "num_attention_heads": 1, **sizes, "quantization_config": block}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    argv = [verb, "--gpu", "a100", "--num-gpus-per-node", "8", "--zero-stage", "2"]
+    argv += ["--train-micro-batch-size-per-gpu", "1", "--gradient-accumulation-steps", "1"]
+    assert main([*argv, "--model", str(tmp_path)]) == 2
+    assert "the model's weights are quantised by awq" in capsys.readouterr().err
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main([*argv, "--model", str(tmp_path), *["--method", "qlora"] * (verb == "plan")]) == 0
+    if verb == "plan":
+        assert "dtypes.bnb_4bit_quant_storage            uint8" in capsys.readouterr().out
+
+
 QUANTISED = "model: {path: org/model, quantization_config: {%s}}\n"
 LORA = "adapter: {type: lora}\n"
 

@@ -97,6 +97,10 @@ def test_a_device_of_several_sizes_is_taken_for_the_smallest_and_said_so(
     captured = capsys.readouterr()
     assert "a100 comes with 40 GB and 80 GB: 40 GB assumed; a100-80g says otherwise" in captured.err
     assert "of 39.40 GiB on each device" in captured.out
+    assert main(["plan", "--model", "model", "--gpu", "a100-64g", *FLAGS]) == 0  # made for one centre alone
+    assert "a100-64g comes with 40 GB and 80 GB, not 64 GB: 64 GB are taken, as written" in (
+        capsys.readouterr().err
+    )
 
 
 def test_the_memory_of_a_run_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,6 +182,37 @@ def test_where_it_fits_only_what_is_cheaper_or_roomier_is_shown(capsys: pytest.C
     shown = out.partition("this fits; cheaper or roomier:\n")[2].splitlines()
     assert [line.split()[0] for line in shown if line.startswith("  ")]
     assert all(line.split()[0] == "fits" for line in shown if line.startswith("  "))
+    assert (
+        "\nordered by what slows a step down least, then by size; a rough rule: offloads cost most, " in out
+    )
+
+
+def test_what_fits_by_little_says_how_close_it_is_and_what_leaves_more_room(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["--model", "model", *FLAGS[:-2], "--train-micro-batch-size-per-gpu", "64", "--max-length", "4096"]
+    gpu = report(capsys, *argv, "--gpu", "a100-80g")["memory"]["per_gpu"]
+    nearly = gpu["total_bytes"] / 0.96 / 0.985 / 2**30
+    for size, close in ((int(nearly), True), (2 * int(nearly), False)):
+        assert main(["plan", *argv, "--gpu", f"sm_80-{size}g"]) == 0
+        out = capsys.readouterr().out
+        assert "\nfits: " in out
+        assert ("on each device, tight: 9" in out) == close
+        assert ("; with more room: --train-micro-batch-size-per-gpu 1 --grad" in out) == close, out
+
+
+def test_what_does_not_fit_anywhere_is_ordered_by_what_is_lacking(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["--model", "model", "--gpu", "cpu", "--num-gpus-per-node", "2", "--host-memory-gib", "1"]
+    found = report(capsys, *argv, "--max-length", "1024", "--precision", "fp32")
+    lacking = [alternative["host_peak_bytes"] for alternative in found["alternatives"]]
+    assert len(set(lacking)) > 1
+    assert lacking == sorted(lacking)
+    assert main(["plan", *argv, "--max-length", "1024", "--precision", "fp32"]) == 0
+    out = capsys.readouterr().out
+    assert "alternatives, none of which fits:\n" in out
+    assert out.endswith("\nordered by what is lacking, least first\n")
 
 
 def test_a_model_elsewhere_is_a_note_and_no_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import yaml
 
 from benchmarks import schema_diff
 from dslaunch.config.schema import (
@@ -15,6 +16,7 @@ from dslaunch.config.schema import (
     nearest_keys,
     section_keys,
 )
+from dslaunch.config.schema.arguments import argument_table
 from dslaunch.config.schema.optimizers import GONE_OPTIMIZERS, NEEDED, OPTIMIZERS, SCHEDULES, VARIANTS
 from dslaunch.config.zero import ACTING_STAGES
 
@@ -124,6 +126,39 @@ def test_optimizers_have_the_arguments_of_the_table() -> None:
         more = popped if name == "Adam" else set()
         assert VARIANTS[name] == {key: arguments(cls) | more for key, cls in variants.items()}, name
     assert VARIANTS["AdamW"] == VARIANTS["Adam"]
+
+
+def test_every_argument_is_explained_with_its_default() -> None:
+    import torch
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+    from deepspeed.runtime import lr_schedules
+
+    named = {f"optimizer.params.{name}" for found in OPTIMIZERS.values() for name in found.params}
+    named |= {f"scheduler.params.{name}" for params in SCHEDULES.values() for name in params}
+    assert set(argument_table()) == named
+    theirs = (FusedAdam, DeepSpeedCPUAdam, FusedLamb, FusedLion, DeepSpeedCPULion, DeepSpeedCPUAdagrad)
+    own = [getattr(torch.optim, found.name) for found in OPTIMIZERS.values() if found.from_torch]
+    constructors = {
+        "optimizer": [*theirs, torch.optim.AdamW, torch.optim.Adagrad, *own],
+        "scheduler": [getattr(lr_schedules, name) for name in SCHEDULES],
+    }
+    for path, argument in argument_table().items():
+        section, _, name = path.partition(".params.")
+        parameters = [inspect.signature(c.__init__).parameters.get(name) for c in constructors[section]]
+        defaults = [found.default for found in parameters if found is not None]
+        if not argument.default.startswith("("):
+            assert all(default == yaml.safe_load(argument.default) for default in defaults), (path, defaults)
+        if name not in (
+            "torch_adam",
+            "adam_w_mode",
+            "ns_method",
+            "muon_lr",
+            "adam_lr",
+        ):  # DeepSpeed pops them
+            assert defaults, path
 
 
 def test_the_optimizers_of_torch_are_all_there() -> None:

@@ -119,6 +119,7 @@ def test_deepspeed_makes_the_schedule_that_is_meant(kind: str) -> None:
         ({"scheduler": "linear", "max_steps": 9, "num_samples": 9}, "--max-steps and --num-samples"),
         ({"scheduler": "linear", "max_steps": 9, "warmup_steps": 10}, "10 is more than the 9 steps"),
         ({"scheduler": "linear", "max_steps": 9, "warmup_steps": 9}, "9 steps in all are not more than 9"),
+        ({"scheduler": "cosine", "max_steps": 1}, "1 step in all is not more than 2 of warm-up"),
         ({"scheduler": "cosine", "max_steps": 2}, "2 steps in all are not more than 2 of warm-up"),
         ({"scheduler": "cosine", "max_steps": 9, "warmup_steps": 1, "warmup_ratio": 0.1}, "are both"),
     ],

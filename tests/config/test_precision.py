@@ -118,7 +118,8 @@ def test_bf16_gradients_are_summed_in_fp32_on_amd(
 
 
 def test_every_type_follows_from_the_one_precision() -> None:
-    assert dtypes("fp16", {}, "qlora") == {
+    assert dtypes("fp16", {}, "qlora")["bnb_4bit_quant_storage"] == "uint8"
+    assert dtypes("fp16", {"zero_optimization": {"stage": 3}}, "qlora") == {
         "model": "fp16",
         "adapter": "fp16",
         "bnb_4bit_compute_dtype": "fp16",

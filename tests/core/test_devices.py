@@ -77,6 +77,16 @@ def test_every_name_of_the_table_finds_itself() -> None:
         ("V100-32GB", (32,), 31.52),
         ("h200", (141,), 138.88),
         ("L40S", (48,), 44.16),  # GDDR with ECC
+        ("NVIDIA A10G", (24,), 22.08),  # no size of 10 GB
+        ("NVIDIA GH200 480GB", (96, 144), 94.56),  # 480: what its CPU has
+        ("NVIDIA GH200 144G HBM3e", (144,), 141.84),
+        ("GTX 1080 Ti", (11,), 10.83),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", (16,), 15.76),
+        ("NVIDIA H20-3e", (96, 141), 94.56),
+        ("Tesla V100-DGXS-32GB", (32,), 31.52),
+        ("AMD Instinct MI250X / MI250", (64,), 63.04),
+        ("Ascend910B3", (64,), 63.04),
+        ("Intel(R) Data Center GPU Max 1550", (64,), 63.04),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (5,), 4.92),
         ("sm_80", (), None),
         ("sm_80 24g", (24,), 23.64),

@@ -88,6 +88,11 @@ def test_the_hint_names_what_asked_for_gpus(tmp_path: Path, source: str | None, 
     with pytest.raises(EnvironmentNotReady) as caught:
         check_devices(on_slots("0"), {}, source=source, root=tmp_path)
     assert (caught.value.hint or "").endswith(advice)
+    many = on_slots(*map(str, range(1 + (cores := os.cpu_count() or 1))))
+    with pytest.raises(EnvironmentNotReady) as caught:
+        check_devices(many, {}, source=source, root=tmp_path)
+    fewer = f"{advice} --num-gpus-per-node {cores} ({cores + 1} ranks would share {cores} cores)"
+    assert (caught.value.hint or "").endswith(fewer)
 
 
 def test_a_place_that_a_filter_left_is_no_id(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from dslaunch.config.memory.typed import typed_difference
 
 # Rough order of what slows a step down, for ranking only: nothing is computed with it.
 _COST = {"stage 3": 2, "checkpointing": 3, "micro": 1, "optimizer": 8, "param": 12}
+# The same for a reader.
+COST_ORDER = "offloads cost most, then checkpointing, stage 3, a smaller micro-batch"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def _bucket_matters(alternative: Alternative, setup: Setup, found: dict[Setup, A
 def nearest_that_fits(alternatives: list[Alternative]) -> Alternative | None:
     """The one with the fewest changes, of those the fastest; a tight one only if there is no other."""
     fitting = [alternative for alternative in alternatives if alternative.plan.fits]
-    order = lambda a: (a.plan.tight, len(a.changes), a.cost, a.plan.total_bytes)  # noqa: E731
+    order = lambda a: (a.plan.tight, len(a.changes), a.cost, a.plan.needed_bytes)  # noqa: E731
     return min(fitting, key=order, default=None)
 
 
@@ -86,10 +88,11 @@ def fitted_bucket(setup: Setup) -> int:
     return min(setup.zero.reduce_bucket_size, max(setup.numel, 1))
 
 
-def _place(alternative: Alternative) -> tuple[bool, bool, int, int, int]:
+def _place(alternative: Alternative) -> tuple[bool, bool, float, int, int]:
+    """What fits by the time it costs; of what does not, first what lacks least."""
     plan = alternative.plan
-    cost = alternative.cost if plan.fits is not False else 0
-    return plan.fits is False, plan.tight, cost, plan.total_bytes, len(alternative.changes)
+    worse = alternative.cost if plan.fits is not False else plan.fullness
+    return plan.fits is False, plan.tight, worse, plan.needed_bytes, len(alternative.changes)
 
 
 def _changed(setup: Setup) -> Iterator[Setup]:

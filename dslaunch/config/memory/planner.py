@@ -97,8 +97,21 @@ class MemoryPlan:
     @property
     def tight(self) -> bool:
         """Whether it fits by less than a twentieth, which estimates may be wrong by."""
+        return self.fits is True and any(is_tight(need, size) for need, size in self._used())
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of a device, or on CPUs of a host."""
+        return self.host_peak_bytes if self.on_cpu else self.total_bytes
+
+    @property
+    def fullness(self) -> float:
+        """The largest share of what a device or a host has; 0 where neither is known."""
+        return max((need / size for need, size in self._used()), default=0.0)
+
+    def _used(self) -> list[tuple[int, int]]:
         used = [(self.total_bytes, self.capacity_bytes), (self.host_peak_bytes, self.host_capacity_bytes)]
-        return self.fits is True and any(size and need > (1 - TIGHT) * size for need, size in used)
+        return [(need, size) for need, size in used if size]
 
     @property
     def binds(self) -> str:
@@ -169,6 +182,11 @@ def plan_memory(
         overcounted=setup.zero.overcounted,
         uncounted=uncounted_keys(setup),
     )
+
+
+def is_tight(needed: int, capacity: int) -> bool:
+    """Whether less than a twentieth is left, which estimates may be wrong by."""
+    return needed > (1 - TIGHT) * capacity
 
 
 def resting_on_host(setup: Setup) -> int:

@@ -50,7 +50,10 @@ def _uncounted(plan: MemoryPlan) -> Surprise | None:
     if not plan.uncounted:
         return None
     keys = ", ".join(f"zero_optimization.{key}" for key in plan.uncounted)
-    return Surprise(f"what {keys} changes is not counted here, so whether it fits is not known")
+    return Surprise(
+        f"what {keys} changes is not counted here, so whether it fits is not known: packed 4-bit weights"
+        " would be quantised again, and what becomes of them was neither measured nor can be read"
+    )
 
 
 def _overcounted(plan: MemoryPlan) -> Surprise | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dslaunch.config.schema import VERSION, VERSIONS, Key, find_key, key_table, nearest_keys, section_keys
+from dslaunch.config.schema.arguments import Argument
 from dslaunch.config.schema.optimizers import OPTIMIZERS, SCHEDULES
 from dslaunch.core.errors import ConfigError
 
@@ -27,14 +28,19 @@ _TYPES = {
 }
 
 
-def keys_named(text: str) -> list[Key]:
-    """The key of a path, or all keys of a name. Raises ConfigError, with the nearest, where there is none."""
+def named_keys(text: str) -> list[Key]:
+    """The same, empty where there is none."""
     text = text.strip().strip('"')
     if (key := find_key(text)) is not None:
         return [key]
-    named = [key for key in key_table().values() if text in (key.name, key.also)]
-    if named:
+    return [key for key in key_table().values() if text in (key.name, key.also)]
+
+
+def keys_named(text: str) -> list[Key]:
+    """The key of a path, or all keys of a name. Raises ConfigError, with the nearest, where there is none."""
+    if named := named_keys(text):
         return named
+    text = text.strip().strip('"')
     near = nearest_keys(text)
     hint = f"did you mean {near[0]}?" if near else "dslaunch explain --list shows every key"
     raise ConfigError(f"{text!r} is no key of a DeepSpeed config", hint=hint)
@@ -54,14 +60,30 @@ def describe(key: Key) -> list[str]:
     return lines
 
 
-def describe_argument(path: str) -> list[str] | None:
-    """Lines about an argument such as ``optimizer.params.lr``; None where no constructor has it."""
-    section, _, name = path.rpartition(".params.")
-    tables = {"optimizer": {o.name: o.params for o in OPTIMIZERS.values()}, "scheduler": dict(SCHEDULES)}
-    takers = [owner for owner, params in tables.get(section, {}).items() if name in params]
-    if not takers:
-        return None
-    return [path, f"  {'section':<9} {section}.params", f"  {'taken by':<9} {', '.join(takers)}"]
+def describe_argument(argument: Argument) -> list[str]:
+    """Lines about an argument such as ``optimizer.params.lr``."""
+    facts = {
+        "section": argument.section,
+        "type": argument.type,
+        "default": argument.default.strip("()"),
+        "taken by": ", ".join(argument.taken_by),
+    }
+    lines = [argument.path]
+    for name, text in facts.items():
+        lines += textwrap.wrap(text, 96, initial_indent=f"  {name:<9} ", subsequent_indent=" " * 12)
+    return [*lines, "", *textwrap.wrap(argument.effect, 96, initial_indent="  ", subsequent_indent="  ")]
+
+
+def argument_json(argument: Argument) -> dict[str, Any]:
+    """The same for ``--json``."""
+    return {
+        "key": argument.path,
+        "section": argument.section,
+        "type": argument.type,
+        "default": argument.default,
+        "taken_by": list(argument.taken_by),
+        "effect": argument.effect,
+    }
 
 
 def key_json(key: Key) -> dict[str, Any]:

@@ -139,6 +139,27 @@ def test_what_fits_comes_first_and_the_nearest_has_the_fewest_changes() -> None:
     assert nearest_that_fits(rank_alternatives(setup(), 8)) is None
 
 
+def test_what_fits_is_ranked_by_time_and_then_by_size() -> None:
+    """The rule that is told: offloads cost most, then checkpointing, stage 3, a smaller micro-batch."""
+    ranked = [a for a in rank_alternatives(setup(micro_batch=2), 80) if a.plan.fits and not a.plan.tight]
+    costs = [
+        (
+            a.setup.zero.offload_param is not None,
+            a.setup.zero.offload_optimizer is not None,
+            a.setup.gradient_checkpointing,
+            a.setup.zero_stage == 3,
+            a.setup.micro_batch == 1,
+        )
+        for a in ranked
+    ]
+    assert len(set(costs)) > 8
+    assert [c[:2] for c in costs] == sorted(c[:2] for c in costs)
+    sizes = [(cost, a.plan.total_bytes) for cost, a in zip(costs, ranked, strict=True)]
+    for cost in set(costs):
+        same = [size for other, size in sizes if other == cost]
+        assert same == sorted(same)
+
+
 def test_one_that_fits_by_little_is_not_ranked_first() -> None:
     """Of two stages that cost the same, on a device on which the smaller one needs 96 %."""
     free = rank_alternatives(setup(), None)
