@@ -833,26 +833,67 @@ def usable_cores(root: str = "/") -> int:
     return cores
 
 
-def versions_beside(program: bytes, packages: Sequence[str]) -> dict[str, str]:
+def versions_beside(program: bytes, packages: Sequence[str], python_path: bytes = b"") -> dict[str, str]:
     """Of the environment whose program this is: its Python and ``packages``, by the names of their metadata.
 
-    No process is started for it. Python is left out where the program has none of its own, like /bin/sh.
+    No process is started for it. Python is left out where the program has none of its own, like /bin/sh,
+    and so are its third number where nothing tells it, and packages that only a .pth file leads to.
     """
-    path, found = to_text(program), {}
+    path = to_text(program)
     top = os.path.dirname(os.path.dirname(path))
     is_python = os.path.basename(path).startswith("python")
-    libs = glob.glob(os.path.join(glob.escape(top), "lib/python3.*"))
+    settings = read_text(os.path.join(top, "pyvenv.cfg"))
+    tops = tops_of_packages(top, settings) if is_python or top not in ("/", "/usr") else []
+    exact = re.match(r"python3\.\d+", os.path.basename(os.path.realpath(path)))
+    name = exact.group() if is_python and exact else "python3.*"
+    libs = [lib for top in tops for lib in sorted(glob.glob(os.path.join(glob.escape(top), "lib*", name)))]
+    found = {}
     if is_python and os.path.realpath(path) == os.path.realpath(sys.executable):
         found["python"] = sys.version.split()[0]
-    elif len(libs) == 1 and (is_python or os.path.exists(os.path.join(top, "pyvenv.cfg"))):
-        found["python"] = os.path.basename(libs[0])[len("python"):]  # fmt: skip
+    elif is_python or settings or os.path.isdir(os.path.join(top, "conda-meta")):
+        found.update(python_of(top, settings, libs))
+    folders = [*filter(None, to_text(python_path).split(os.pathsep))]
+    folders += [os.path.join(lib, kind) for lib in libs for kind in ("site-packages", "dist-packages")]
+    folders += [os.path.join(top, "lib/python3/dist-packages") for top in tops]
     names = {name.replace("-", "_").lower(): name for name in packages}
-    for lib in libs:
-        for entry in entries(os.path.join(lib, "site-packages")):
-            name, _, version = entry.partition("-")
-            if entry.endswith(".dist-info") and name.lower() in names:
-                found[names[name.lower()]] = version[: -len(".dist-info")]
+    for folder in folders:
+        for entry in entries(folder):
+            key = re.split(r"[-.]", entry)[0].lower()
+            version = version_of(folder, entry) if key in names else None
+            if version:
+                found.setdefault(names[key], version)
     return found
+
+
+def tops_of_packages(top: str, settings: str) -> list[str]:
+    """Below which Python of ``top`` looks for packages; ``settings``: of its pyvenv.cfg."""
+    tops = ["/usr/local", top] if top == "/usr" else [top]  # as Debian's does
+    home = re.search(r"^home *= *(.+)$", settings, re.MULTILINE)
+    if home and re.search(r"^include-system-site-packages *= *true", settings, re.MULTILINE):
+        tops.append(os.path.dirname(home.group(1).strip()))
+    return tops
+
+
+def python_of(top: str, settings: str, libs: Sequence[str]) -> dict[str, str]:
+    """The version of an environment's Python, as venv, conda or the name of its library tells."""
+    written = re.search(r"^version(?:_info)? *= *(\d+\.\d+\.\d+)", settings, re.MULTILINE)
+    records = " ".join(entries(os.path.join(top, "conda-meta")))
+    told = written or re.search(r"\bpython-(3\.\d+\.\d+)-", records)
+    if told:
+        return {"python": told.group(1)}
+    kinds = {os.path.basename(lib)[len("python"):] for lib in libs}  # fmt: skip
+    return {"python": kinds.pop()} if len(kinds) == 1 else {}
+
+
+def version_of(folder: str, entry: str) -> str | None:
+    """What an entry of a folder of packages tells: pip's or conda's metadata, an old editable one's link."""
+    if entry.endswith(".egg-link"):
+        source = read_text(os.path.join(folder, entry)).split("\n")[0].strip()
+        found = glob.glob(os.path.join(glob.escape(source), "*.egg-info/PKG-INFO"))
+        told = re.search(r"^Version: *(\S+)", read_text(found[0]), re.MULTILINE) if found else None
+        return told.group(1) if told else None
+    match = re.match(r"[^-]+-([^-]+?)(?:-py3\.\d+)?\.(?:dist|egg)-info$", entry)
+    return match.group(1) if match else None
 
 
 def entries(folder: str) -> list[str]:
@@ -1334,7 +1375,8 @@ def main() -> int:
     agent.send("hello", protocol=PROTOCOL, node=os.uname().nodename, pid=os.getpid(), python=version)
     try:
         agent.prepared = agent.prepare()
-        versions = versions_beside(agent.prepared[0], orders["packages"])
+        program, env, _ = agent.prepared
+        versions = versions_beside(program, orders["packages"], env.get(b"PYTHONPATH", b""))
         gpus = nvidia_gpus() if orders["visible_devices"] is not None else []
         agent.send("ready", time=time.time(), versions=versions, gpus=gpus, **agent.facts, **agent.meet())
     except Refusal as refusal:

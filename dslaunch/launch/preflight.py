@@ -163,12 +163,18 @@ def _doubts_of(host: ReadyHost, middle: float, held: Set[str], *, clears_locks: 
 
 def _differences_in_words(hosts: Sequence[ReadyHost]) -> list[str]:
     """One text with a table of what differs, and which hosts to leave out; empty where nothing does."""
+    versions: dict[str, dict[str, str | None]] = {
+        what: {host.name: host.versions.get(what) for host in hosts if _knows(host, what)}
+        for what in dict.fromkeys(name for host in hosts for name in host.versions)
+    }
+    if any((version or "").count(".") == 1 for version in versions.get("python", {}).values()):
+        # One may tell no more than 3.11 of its Python: then that alone can be compared.
+        versions["python"] = {
+            host: ".".join((version or "").split(".")[:2]) for host, version in versions["python"].items()
+        }
     rows: dict[str, dict[str, str | None]] = {
         "machine": {host.name: host.surroundings.machine for host in hosts},
-        **{
-            what: {host.name: host.versions.get(what) for host in hosts if _knows(host, what)}
-            for what in dict.fromkeys(name for host in hosts for name in host.versions)
-        },
+        **versions,
         "GPU": {host.name: ", ".join(host.gpus) for host in hosts if host.gpus},
     }
     differences = differing(rows)

@@ -8,6 +8,8 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.hostfile import parse_hostfile, select_hosts
+from dslaunch.core.packages import COMPARED
 from dslaunch.core.plan import LaunchPlan, from_json, to_json
 from dslaunch.core.topology import Host, Topology, local_topology
 from dslaunch.launch import agent
@@ -233,6 +236,67 @@ def gpu_host(root: Path, num_gpus: int, *, listed: bool = True, files: Sequence[
     for name in files:
         (root / "dev" / name).touch()
     return str(root)
+
+
+def environment(root: Path, files: dict[str, str]) -> bytes:
+    """A Python of files; its program."""
+    for name, text in {"bin/python": "", **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return os.fsencode(root / "bin/python")
+
+
+LIB = "lib/python3.11/site-packages"
+
+
+@pytest.mark.parametrize(
+    ("files", "versions"),
+    [
+        ({f"{LIB}/torch-2.9.0+cu128.dist-info/METADATA": ""}, {"python": "3.11", "torch": "2.9.0+cu128"}),
+        (  # venv; what is installed editable has metadata too
+            {"pyvenv.cfg": "version = 3.11.4\n", f"{LIB}/flash_attn-2.8.3.dist-info/RECORD": ""},
+            {"python": "3.11.4", "flash-attn": "2.8.3"},
+        ),
+        (  # conda: its own record of Python, and packages that setup.py has installed
+            {"conda-meta/python-3.11.9-h955ad1f_0.json": "", f"{LIB}/torch-2.5.1-py3.11.egg-info/x": "",
+             f"{LIB}/peft-0.21.2.egg-info": "", f"{LIB}/torchvision-0.20.dist-info/RECORD": ""},
+            {"python": "3.11.9", "torch": "2.5.1", "peft": "0.21.2"},
+        ),
+        # Ubuntu's, as in NVIDIA's images; Fedora's; two Pythons, of which it is not known which one runs
+        ({"lib/python3.12/dist-packages/torch-2.8.dist-info/x": ""}, {"python": "3.12", "torch": "2.8"}),
+        ({"lib64/python3.9/site-packages/torch-2.8.dist-info/x": ""}, {"python": "3.9", "torch": "2.8"}),
+        ({"lib/python3.9/os.py": "", "lib/python3.11/os.py": ""}, {}),
+        ({f"{LIB}/~orch-2.9.0.dist-info/RECORD": "", f"{LIB}/torch/version.py": ""}, {"python": "3.11"}),
+    ],
+)  # fmt: skip
+def test_versions_by_the_names_of_metadata(
+    tmp_path: Path, files: dict[str, str], versions: dict[str, str]
+) -> None:
+    assert agent.versions_beside(environment(tmp_path, files), COMPARED) == versions
+
+
+def test_versions_from_where_python_looks_besides(tmp_path: Path) -> None:
+    """PYTHONPATH comes first; then a venv's own, also an old editable one; then those of its base."""
+    source = {"deepspeed.egg-info/PKG-INFO": "Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.9+dev\n"}
+    environment(tmp_path / "source", source)
+    below = {f"{LIB}/{name}-1.0.dist-info/RECORD": "" for name in ("torch", "peft", "deepspeed")}
+    environment(tmp_path / "below", below)
+    environment(tmp_path / "module", {"torch-3.0.dist-info/RECORD": ""})
+    files = {
+        "pyvenv.cfg": f"home = {tmp_path}/below/bin\ninclude-system-site-packages = true\nversion = 3.11.4\n",
+        f"{LIB}/deepspeed.egg-link": f"{tmp_path}/source\n.",
+    }
+    program = environment(tmp_path / "venv", files)
+    found = agent.versions_beside(program, COMPARED, os.fsencode(f"{tmp_path}/no:{tmp_path}/module"))
+    assert found == {"python": "3.11.4", "torch": "3.0", "deepspeed": "0.19.9+dev", "peft": "1.0"}
+
+
+def test_versions_of_this_environment() -> None:
+    """The same that the interpreter tells."""
+    installed = {name: version(name) for name in COMPARED if find_spec(name.replace("-", "_"))}
+    found = agent.versions_beside(os.fsencode(sys.executable), COMPARED)
+    assert found == {"python": sys.version.split()[0], **installed}
+    assert agent.versions_beside(b"/bin/sh", COMPARED) == {}
 
 
 def test_gpus_that_a_host_has(tmp_path: Path) -> None:

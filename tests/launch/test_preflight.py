@@ -72,6 +72,13 @@ def test_what_differs_is_one_table() -> None:
     assert "--exclude" in doubts([NODE, replace(NODE, name="d", versions={**VERSIONS, "torch": "2"})])[0]
 
 
+def test_of_python_only_what_all_tell_is_compared() -> None:
+    short = replace(NODE, name="d", versions={**VERSIONS, "python": "3.11"})
+    assert doubts([*NODES, short]) == []
+    (said,) = doubts([*NODES, replace(short, versions={**VERSIONS, "python": "3.12"})])
+    assert "python   3.11   a, b, c\n         3.12   d" in said
+
+
 def test_where_no_host_is_as_most_none_is_to_be_left_out() -> None:
     one, two, three = (replace(host, versions=dict(VERSIONS)) for host in NODES)
     one = replace(one, versions={**VERSIONS, "torch": "1"})
