@@ -24,6 +24,7 @@ def table(memory: Memory, shown: int) -> list[str]:
     lines += ["each device:", *_items(plan.items)]
     lines += [
         f"  {'rest':<44} {gib(plan.rest_bytes)}",
+        f"  {'in the step':<44} {gib(plan.step_bytes)}",
         f"  {'peak':<44} {gib(plan.peak_bytes)}  {plan.phase}",
     ]
     if plan.outside:
@@ -54,7 +55,8 @@ def _surprises(memory: Memory) -> Iterator[str]:
         yield f"note: {surprise.text}"
         if surprise.setting:
             key, value = surprise.setting
-            yield f"      {key}: {value} takes {gib(surprise.saves).strip()} off the peak"
+            saves = f"takes {gib(surprise.saves).strip()} off the peak" if surprise.saves else "is enough"
+            yield f"      {key}: {value} {saves}"
 
 
 def verdict(memory: Memory) -> list[str]:

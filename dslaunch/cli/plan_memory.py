@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dslaunch.config.memory.planner import MemoryPlan
     from dslaunch.config.memory.setup import Setup
     from dslaunch.config.memory.tensors import ModelFacts
-    from dslaunch.core.plan import AdapterPlan, RunPlan
+    from dslaunch.core.plan import AdapterPlan, Precision, RunPlan
 
 SCHEMA_VERSION = 1
 _SHOWN_ALTERNATIVES = 6
@@ -202,6 +202,8 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
     setup = replace(setup, zero=replace(setup.zero, written=_written_zero_keys(loaded)))
     _check_param_buffer(setup, loaded)
     host = host_gib(loaded.spec.cluster, hosts, world)
+    if training.get("attention") == "flash":
+        _note_flash(model_path, engine.precision, hosts)
     memory = _plan(setup, _capacity(hosts), host)
     chosen = report.reasons.get("precision")
     batch = engine.batch
@@ -219,6 +221,15 @@ def plan_flags(set_: tuple[str, ...], flags: Mapping[str, Any]) -> tuple[dict[st
     types = dtype_lines(dtypes(engine.precision, config, setup.method, facts.on_disk))
     head_lines = verdict_lines(engine.precision, config["zero_optimization"], batch, memory)
     return {**head, **memory_report(memory)}, [*head_lines, "", *types, "", *memory_lines(memory)]
+
+
+def _note_flash(model: Path, precision: Precision, hosts: ResolvedHosts) -> None:
+    """Planned as asked for; but what keeps it from running is known before the GPUs are there."""
+    from dslaunch.config.attention import flash_hindrance
+    from dslaunch.config.facts import model_attention
+
+    if why := flash_hindrance(model_attention(str(model)), precision, hosts):
+        note(f"--attention flash: {why}")
 
 
 def memory_report(memory: Memory | None) -> dict[str, Any]:
@@ -290,10 +301,10 @@ def _model_path(text: str) -> Path:
         return path
     if text.count("/") == 1 and (found := cached_model(text, None, os.environ)):
         return found
-    raise ConfigError(
-        f"--model: there is no {text}",
-        hint="give a model directory, a config.json or a .gguf file of this machine",
-    )
+    here = "give a model directory, a config.json or a .gguf file of this machine"
+    if text.count("/") == 1 and not text.startswith((".", "/", "~")) and not path.suffix:
+        here = f"as a hub id it is not in this machine's cache: download its config.json, or {here}"
+    raise ConfigError(f"--model: there is no {text}", hint=here)
 
 
 def training_of(flags: Mapping[str, Any]) -> Training:

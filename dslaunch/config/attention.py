@@ -64,7 +64,7 @@ def choose_attention(spec: RunSpec, precision: Precision, hosts: ResolvedHosts, 
         return Chosen("eager", f"transformers has no sdpa for {model.type}")
     if not spec.data.packing:
         return Chosen("sdpa", "data.packing is off")
-    hindrance = _flash_hindrance(model, precision, hosts) or _not_installed(hosts, facts)
+    hindrance = flash_hindrance(model, precision, hosts) or _not_installed(hosts, facts)
     if hindrance:
         return Chosen("sdpa", f"no flash_attention_2 for packed samples: {hindrance}")
     why = "samples are packed, flash-attn is installed, and every GPU is sm_80 or newer"
@@ -90,13 +90,14 @@ def _hindrance(
     asked: Attention, model: ModelAttention, precision: Precision, hosts: ResolvedHosts
 ) -> str | None:
     if asked == "flash_attention_2":
-        return _flash_hindrance(model, precision, hosts)
+        return flash_hindrance(model, precision, hosts)
     if asked == "flex_attention":
         return _flex_hindrance(model, hosts)
     return _no_backend("sdpa", model, WITHOUT_SDPA) if asked == "sdpa" else None
 
 
-def _flash_hindrance(model: ModelAttention, precision: Precision, hosts: ResolvedHosts) -> str | None:
+def flash_hindrance(model: ModelAttention, precision: Precision, hosts: ResolvedHosts) -> str | None:
+    """Why flash attention does not run there; None where nothing speaks against it."""
     if hosts.device_type == "cpu":
         return "it does not run on a CPU"
     if precision == "fp32":

@@ -187,6 +187,15 @@ def test_where_it_fits_only_what_is_cheaper_or_roomier_is_shown(capsys: pytest.C
     )
 
 
+def test_flash_attention_that_cannot_run_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--model", "model", *FLAGS[:-2], "--attention", "flash", "--gpu"]
+    assert main([*argv, "v100-32gb"]) == 0
+    words = "note: --attention flash: it needs compute capability 8.0, and v100 (sm_70) has less"
+    assert words in capsys.readouterr().err
+    assert main([*argv, "a100-80g"]) == 0
+    assert "--attention flash" not in capsys.readouterr().err
+
+
 def test_what_fits_by_little_says_how_close_it_is_and_what_leaves_more_room(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -7,7 +7,17 @@ from typing import Any
 
 from dslaunch.config.memory.activations import activation_items
 from dslaunch.config.memory.host import HOST_PHASES, LOAD, TRAIN, checkpoint_bytes, host_items
-from dslaunch.config.memory.items import ALWAYS, ON_DISK, OUTSIDE, Item, peak_phase, rest_size, size_at
+from dslaunch.config.memory.items import (
+    ALWAYS,
+    CONVERT,
+    ON_DISK,
+    OUTSIDE,
+    UPDATE,
+    Item,
+    peak_phase,
+    rest_size,
+    size_at,
+)
 from dslaunch.config.memory.offload import rank_items
 from dslaunch.config.memory.roles import critics, with_other_models
 from dslaunch.config.memory.setup import Setup, worst_rank
@@ -49,6 +59,11 @@ class MemoryPlan:
     @property
     def peak_bytes(self) -> int:
         return size_at(self.items, self.phase)
+
+    @property
+    def step_bytes(self) -> int:
+        """At the highest point of the optimizer's step."""
+        return max(size_at(self.items, phase) for phase in (CONVERT, UPDATE))
 
     @property
     def phase(self) -> str:
@@ -141,6 +156,7 @@ class MemoryPlan:
         return {
             "per_gpu": {
                 "rest_bytes": self.rest_bytes,
+                "step_bytes": self.step_bytes,
                 "peak_bytes": self.peak_bytes,
                 "peak_when": self.phase,
                 "outside_bytes": sum(item.size for item in self.outside),

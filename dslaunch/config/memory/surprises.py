@@ -78,12 +78,15 @@ def _bucket(setup: Setup, plan: MemoryPlan) -> Surprise | None:
     """All of the bucket is allocated, however little is trained."""
     size, fitted = setup.zero.reduce_bucket_size, fitted_bucket(setup)
     saves = _saved(setup, plan, dataclasses.replace(setup.zero, reduce_bucket_size=fitted))
-    if setup.zero_stage == 0 or saves < _MATTERS * plan.peak_bytes:
+    there = sum(item.size for item in plan.items if "reduce bucket" in item.name)
+    if setup.zero_stage == 0 or fitted == size or there < _MATTERS * plan.peak_bytes:
         return None
     text = (
         f"DeepSpeed allocates all {size:,} elements of reduce_bucket_size "
         f"although only {setup.numel:,} parameters are trained"
     )
+    if saves < _MATTERS * plan.peak_bytes:
+        text += f": {there / 2**30:.2f} GiB, which are not there at the peak ({plan.phase})"
     return Surprise(text, ("zero_optimization.reduce_bucket_size", fitted), saves)
 
 

@@ -24,6 +24,22 @@ def test_the_bucket_of_a_small_adapter_is_worth_a_word_and_a_value() -> None:
     assert 900_000_000 > bucket.saves > 600_000_000  # the rest was hidden below the peak of the logits
 
 
+def test_a_bucket_that_is_gone_at_the_peak_is_told_all_the_same() -> None:
+    run = setup(method="lora")
+    (bucket,) = (found for found in of(run) if found.setting)
+    assert "0.93 GiB, which are not there at the peak (backward: start)" in bucket.text
+    assert bucket.setting == ("zero_optimization.reduce_bucket_size", run.numel)
+    assert bucket.saves == 0
+
+
+def test_the_step_of_stage_2_takes_more_than_its_rest() -> None:
+    """Of 8 billion parameters on 8 devices: G, a flat copy and fp32 gradients, wherever the peak is."""
+    plan = plan_memory(setup(), 80)
+    assert plan.phase not in ("step: convert", "step: update")
+    gradients = next(item.size for item in plan.items if item.name == "gradients")
+    assert plan.step_bytes == plan.rest_bytes + gradients + (2 + 4) * setup().numel // 8
+
+
 def test_a_bucket_that_the_model_fills_is_not_mentioned() -> None:
     assert not any(found.setting for found in of(setup()))
 
