@@ -168,6 +168,7 @@ def _resolve(run_file: str | None, set_: tuple[str, ...], flags: dict[str, Any])
         via=via,
         container=container,
         device_type=hosts.device_type,
+        devices=hosts.gpu_names,
         master_addr=flags["master_addr"],
         master_port=flags["master_port"],
     )
@@ -242,13 +243,14 @@ def _request(case: _Case, witness: Mapping[str, str] | None) -> ProbeRequest:
     from dslaunch.core.packages import COMPARED
     from dslaunch.launch.container import enter_words
     from dslaunch.launch.jit_cache import cache_of, torch_extensions_dir
+    from dslaunch.launch.orders import accelerator
     from dslaunch.launch.probing import ProbeRequest
     from dslaunch.launch.text import utf8_environ
 
     launch = case.launch
     environ = {**utf8_environ(), **launch.env}
     if launch.device_type == "cuda":  # as ranks are told, whatever it is here
-        environ["DS_ACCELERATOR"] = "cuda"
+        environ["DS_ACCELERATOR"] = accelerator(launch)
     ops = environ.get("TORCH_EXTENSIONS_DIR")
     if launch.container is not None:  # where the image, or its user's home, has them
         ops = launch.env.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"

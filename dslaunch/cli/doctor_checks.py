@@ -165,12 +165,13 @@ def _check_python(say: _Sayer, facts: HostFacts, wanted: Wanted) -> None:
 
 
 def _check_devices(say: _Sayer, one: Probed, inventory: Inventory, wanted: Wanted) -> None:
+    from dslaunch.core.devices import accelerator_of
     from dslaunch.launch.local import missing_slots
     from dslaunch.launch.preflight import kind_doubts
 
     assert one.facts is not None
-    if wanted.device_type != "cuda":
-        return
+    if wanted.device_type != "cuda" or accelerator_of(device.name for device in wanted.devices) != "cuda":
+        return  # of other vendors' devices there is no list
     by_id = {accelerator.id: accelerator.device for accelerator in inventory.accelerators}
     if not by_id and one.facts.device_files:  # WSL, and containers that hide the list
         say.say("info", "devices", "there are device files of GPUs, but no list of them to read")

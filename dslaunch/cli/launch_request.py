@@ -86,14 +86,16 @@ def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest, *, dry_run: b
     from dslaunch.cli.plan_memory import check_conflicts
     from dslaunch.cli.talk import note
     from dslaunch.core.plan import RunPlan
-    from dslaunch.launch.ready import check_packages, check_ready, check_recorded_paths, open_files_problem
+    from dslaunch.launch import ready
 
-    check_ready(plan.launch, device_source=_device_source(plan, request), dry_run=dry_run)
-    if dry_run and (problem := open_files_problem(plan.launch.topology.num_nodes)) is not None:
+    if isinstance(plan, RunPlan):
+        ready.check_accelerator(plan)
+    ready.check_ready(plan.launch, device_source=_device_source(plan, request), dry_run=dry_run)
+    if dry_run and (problem := ready.open_files_problem(plan.launch.topology.num_nodes)) is not None:
         note(problem)
     if isinstance(plan, RunPlan):
-        check_packages(plan)
-        check_recorded_paths(plan)
+        ready.check_packages(plan)
+        ready.check_recorded_paths(plan)
         check_conflicts(plan)
         check_host_memory(plan)
     check_run_dir_of(plan, request)

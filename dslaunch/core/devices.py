@@ -9,7 +9,7 @@ architecture papers (tensor core types by compute capability), DeepSpeed 0.19.8
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -82,6 +82,8 @@ _OTHERS: list[tuple[str, Support, Support, str]] = [
     ("gaudi3", "yes", "yes", "gaudi3 hl325"),
     ("pvc", "yes", "yes", "pvc max1100 max1550"),
 ]
+# DeepSpeed names what is not "cuda", as AMD GPUs are (DS_ACCELERATOR; accelerator/real_accelerator.py).
+_ACCELERATORS = {"pvc": "xpu", "ascend910a": "npu", "ascend910b": "npu", "gaudi2": "hpu", "gaudi3": "hpu"}
 # Nominal GB by name; where a device comes in several sizes the smallest first. Of a module of two
 # dies (mi250, max1550) what one device of the system has.
 _HBM_GB = (
@@ -141,6 +143,12 @@ def named_device(name: str, arch: str = "") -> Device:
         return found
     like = _find(arch) if arch else None
     return _unknown(name) if like is None else replace(like, name=name)
+
+
+def accelerator_of(names: Iterable[str]) -> str:
+    """What DeepSpeed calls devices of these names: ``cuda``, also where they are not known, ``xpu``, ..."""
+    kinds = {_ACCELERATORS.get(named_device(name).arch, "cuda") for name in names}
+    return kinds.pop() if len(kinds) == 1 else "cuda"
 
 
 def memory_sizes(text: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ keeper, and how it all begins (``main``).
 Its stdin is JSON lines. The first is the orders::
 
     {"protocol": PROTOCOL, "argv": [...], "cwd": "...", "env": {...}, "host": "...",
-     "visible_devices": {"slots": ["0"], "of": ["0", "1"]} | null,
+     "visible_devices": {"slots": ["0"], "of": ["0", "1"], "variable": "ZE_AFFINITY_MASK" | null} | null,
      "witness": {"path": "...", "text": "...", "needed": true} | null, "auto_threads": true,
      "cache": {"path": "...", "needed": true}, "packages": ["torch", ...],
      "ops_cpu": "1a2b3c4d" | null, "failure_grace_s": 5.0, "checkpoint_grace_s": 120.0,
@@ -299,9 +299,9 @@ class Agent:
         if orders["ops_cpu"] is not None and orders["ops_cpu"] != cpu_key():  # not the launcher's
             env[b"TORCH_EXTENSIONS_DIR"] += b"-" + cpu_key().encode()
         if orders["visible_devices"] is not None:
-            name = device_variable(env)
             wanted = orders["visible_devices"]
-            if env.get(name) is None:
+            name = to_bytes(wanted["variable"]) if wanted["variable"] else device_variable(env)
+            if env.get(name) is None and not wanted["variable"]:
                 check_gpus(wanted["slots"])
             env[name] = to_bytes(visible_devices(wanted["slots"], wanted["of"], env.get(name)))
         self.facts = self.look_around(env)
@@ -1109,8 +1109,11 @@ def device_variable(env: dict[bytes, bytes], root: str = "/") -> bytes:
     return next((name for name in AMD_VARIABLES if name in env), AMD_VARIABLES[0])
 
 
-def nvidia_gpus(root: str = "/") -> list[str]:
-    """The models of this host's NVIDIA GPUs, in the order of their ids; empty where they are not listed."""
+def models_of_gpus(root: str = "/") -> list[str]:
+    """The models of this host's GPUs, in the order of their ids; empty where they are not listed.
+
+    NVIDIA's by name, else AMD's by architecture (gfx942).
+    """
     found = []
     for path in sorted(glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*/information"))):
         text = read_text(path)
@@ -1119,15 +1122,22 @@ def nvidia_gpus(root: str = "/") -> list[str]:
         # A container without GPUs still sees the host's list, but not the device files.
         if model and minor and os.path.exists(os.path.join(root, "dev/nvidia" + minor.group(1))):
             found.append(model.group(1))
+    if found or not os.path.exists(os.path.join(root, "dev/kfd")):
+        return found
+    for path in glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/properties")):
+        version = re.search(r"^gfx_target_version ([1-9]\d*)$", read_text(path), re.MULTILINE)
+        if version:  # 0: the CPUs of a node
+            number = int(version.group(1))
+            found.append(f"gfx{number // 10000}{number // 100 % 100:x}{number % 100:x}")
     return found
 
 
 def check_gpus(slots: Sequence[str], root: str = "/") -> None:
     """Raises Refusal for a slot that is no GPU of this host, as far as they can be told by looking."""
-    models = nvidia_gpus(root)
+    models = models_of_gpus(root)
     names = ("dev/nvidia[0-9]*", "dev/kfd", "dev/dxg")
     if not models and any(glob.glob(os.path.join(root, name)) for name in names):
-        return  # AMD's, WSL's, or of a container that hides the list
+        return  # WSL's, or of a container that hides the list
     ids = [str(index) for index in range(len(models))]
     for slot in slots:
         if slot not in ids and (slot.isdecimal() or not ids):
@@ -1377,7 +1387,7 @@ def main() -> int:
         agent.prepared = agent.prepare()
         program, env, _ = agent.prepared
         versions = versions_beside(program, orders["packages"], env.get(b"PYTHONPATH", b""))
-        gpus = nvidia_gpus() if orders["visible_devices"] is not None else []
+        gpus = models_of_gpus() if orders["visible_devices"] is not None else []
         agent.send("ready", time=time.time(), versions=versions, gpus=gpus, **agent.facts, **agent.meet())
     except Refusal as refusal:
         agent.refuse(refusal)

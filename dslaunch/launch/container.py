@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping
 
+from dslaunch.core.devices import accelerator_of
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.plan import IMAGE_RUNTIMES, LaunchPlan
 
@@ -32,7 +33,7 @@ def enter_words(plan: LaunchPlan) -> tuple[str, ...]:
         return (f"--container-image={container.image}", *(mounts if _bound(plan) else ()), *container.args)
     if container.runtime == "apptainer":
         assert container.image is not None
-        gpus = ("--nv",) if plan.device_type == "cuda" else ()
+        gpus = ("--nv",) if plan.device_type == "cuda" and accelerator_of(plan.devices) == "cuda" else ()
         binds = tuple(word for path in _bound(plan) for word in ("--bind", path))
         return ("apptainer", "exec", *gpus, *binds, *container.args, container.image)
     assert container.name is not None

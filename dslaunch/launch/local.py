@@ -15,7 +15,7 @@ from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host, Topology, is_this_machine
 from dslaunch.launch import agent
 from dslaunch.launch.carried import loader_argv, packed_agent
-from dslaunch.launch.orders import encode_orders
+from dslaunch.launch.orders import accelerator, encode_orders
 from dslaunch.launch.text import printable
 
 
@@ -74,7 +74,7 @@ def check_devices(
     A plan may have been made for another machine: ``source`` is where that is written. A machine that
     has a GPU but no list of them (WSL) is let pass: each rank looks for itself.
     """
-    if plan.device_type != "cuda":
+    if accelerator(plan) != "cuda":  # of other vendors' devices there is no list
         return
     if not probe_inventory({}, root=root).accelerators and may_have_gpu(root):
         return

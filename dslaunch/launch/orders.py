@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dslaunch.core.command import RESERVED_VARIABLES, check_argv, check_env
+from dslaunch.core.devices import accelerator_of
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.packages import COMPARED
 from dslaunch.core.plan import LaunchPlan, Via
@@ -34,6 +35,13 @@ _FORWARDED_PREFIXES = (
 )  # fmt: skip
 # Interfaces differ from host to host; --env sends these all the same.
 _NEVER_FORWARDED = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# By which a process sees some of a vendor's devices alone. Of NVIDIA's and AMD's the agent sees which it is.
+VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}
+
+
+def accelerator(plan: LaunchPlan) -> str:
+    """What DS_ACCELERATOR is for the ranks: ``cpu``, ``cuda``, ``xpu``, ``npu`` or ``hpu``."""
+    return "cpu" if plan.device_type == "cpu" else accelerator_of(plan.devices)
 
 
 def check_launch(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
@@ -61,9 +69,9 @@ def check_launch(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
                 hint=f"export {name} first, or take it out of launch.secret_env (--env)",
             )
     given = plan.env.get("DS_ACCELERATOR", environ.get("DS_ACCELERATOR"))
-    if "DS_ACCELERATOR" in (*plan.env, *plan.secret_env) and given != plan.device_type:
+    if "DS_ACCELERATOR" in (*plan.env, *plan.secret_env) and given != accelerator(plan):
         raise ConfigError(
-            f"launch.env: DS_ACCELERATOR is {given!r}, but the plan is for {plan.device_type}",
+            f"launch.env: DS_ACCELERATOR is {given!r}, but the plan is for {accelerator(plan)}",
             hint="leave it out, it is set to that; with a run file --gpu cpu plans for the CPU",
         )
 
@@ -93,7 +101,7 @@ def build_orders(
     return {
         **common,
         "host": host.name,
-        "visible_devices": _devices(host) if plan.device_type == "cuda" else None,
+        "visible_devices": _devices(plan, host),
         "witness": witness,
         "cache": {**common["cache"], "needed": needs_cache},
         "meet": _meet(plan, leased_port) if node_rank == 0 else None,
@@ -158,8 +166,8 @@ def common_env(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
     """What is set alike for all ranks, besides their places and secrets."""
     env = {"PYTHONNOUSERSITE": "1", "PYTHONUNBUFFERED": "1", "DSLAUNCH_RUN_DIR": plan.run_dir}
     # Also for GPUs, also over one that is set: DeepSpeed without it falls back to the CPU in silence.
-    env["DS_ACCELERATOR"] = plan.device_type
-    if plan.device_type == "cuda" and "CUDA_DEVICE_ORDER" not in environ:
+    env["DS_ACCELERATOR"] = accelerator(plan)
+    if accelerator(plan) == "cuda" and "CUDA_DEVICE_ORDER" not in environ:
         # Slot ids count as /proc and nvidia-smi do. CUDA's own default puts the fastest GPU first.
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if _ops_are_ours(plan, environ):
@@ -182,8 +190,11 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in chosen if name not in _NEVER_FORWARDED}
 
 
-def _devices(host: Host) -> dict[str, list[str]]:
-    return {"slots": list(host.slots), "of": list(host.all_slots)}
+def _devices(plan: LaunchPlan, host: Host) -> dict[str, Any] | None:
+    if plan.device_type == "cpu":
+        return None
+    variable = VISIBLE.get(accelerator(plan))
+    return {"slots": list(host.slots), "of": list(host.all_slots), "variable": variable}
 
 
 def _meet(plan: LaunchPlan, leased_port: int | None) -> dict[str, Any]:

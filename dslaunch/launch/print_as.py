@@ -24,7 +24,7 @@ from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import RunDir
 from dslaunch.core.topology import Host, is_this_machine
 from dslaunch.launch.agent import Refusal, is_loopback, own_address
-from dslaunch.launch.orders import common_env, forwarded
+from dslaunch.launch.orders import VISIBLE, accelerator, common_env, forwarded
 from dslaunch.launch.record import RunFile
 
 DEFAULT_PORT = 29500  # of both
@@ -194,7 +194,7 @@ def _devices(plan: LaunchPlan, host: Host) -> dict[str, str]:
     first = tuple(map(str, range(len(host.slots))))
     if plan.device_type == "cpu" or host.slots == first:
         return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(host.slots)}
+    return {VISIBLE.get(accelerator(plan), "CUDA_VISIBLE_DEVICES"): ",".join(host.slots)}
 
 
 # --- through pdsh and the shell behind it ---------------------------------------------------------

@@ -13,7 +13,7 @@ from dslaunch.core.packages import missing_packages, packages_missing
 from dslaunch.core.plan import LaunchPlan, RunPlan
 from dslaunch.launch import local, mpich, openmpi, pdsh, slurm, ssh
 from dslaunch.launch.container import check_container
-from dslaunch.launch.orders import check_launch, is_elsewhere, way_to
+from dslaunch.launch.orders import accelerator, check_launch, is_elsewhere, way_to
 from dslaunch.launch.ports import lease_port
 from dslaunch.launch.text import utf8_environ
 
@@ -81,6 +81,16 @@ def check_packages(plan: RunPlan) -> None:
         return
     if missing := missing_packages():
         raise packages_missing(missing, but="; nothing was started")
+
+
+def check_accelerator(plan: RunPlan) -> None:
+    """Raise ConfigError for devices that our own trainer does not run on."""
+    if accelerator(plan.launch) not in ("cpu", "cuda"):
+        raise ConfigError(
+            "dslaunch's own trainer runs on NVIDIA's and AMD's GPUs and on CPUs, and the plan is for"
+            f" {', '.join(plan.launch.devices)}; nothing was started",
+            hint="dslaunch gen-config writes the JSON for a script of your own; launch -- COMMAND starts it",
+        )
 
 
 def allow_open_files(num_hosts: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -129,3 +130,14 @@ def test_a_full_disk_under_stdout_is_no_bug_of_ours(tmp_path: Path, argv: tuple[
             cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (3, "Error: cannot write the output: No space left on device\n")
+
+
+def test_our_trainer_is_for_nvidia_amd_and_the_cpu(tmp_path: Path) -> None:
+    plan = record(tmp_path / "run", "true")
+    value = json.loads(plan.read_text())
+    value["launch"] |= {"device_type": "cuda", "devices": ["gaudi2"]}
+    plan.write_text(json.dumps(value))
+    said = error_of(dslaunch("--plan", str(plan), "--dry-run", cwd=tmp_path))
+    assert (
+        "runs on NVIDIA's and AMD's GPUs and on CPUs, and the plan is for gaudi2; nothing was started" in said
+    )

@@ -202,7 +202,7 @@ def test_another_protocol_is_refused() -> None:
 
 
 def test_a_wrong_device_starts_nothing(tmp_path: Path) -> None:
-    wanted = {"slots": ["2"], "of": ["2"]}
+    wanted = {"slots": ["2"], "of": ["2"], "variable": None}
     line = orders(tmp_path, ["touch", "started"], visible_devices=wanted, env={"CUDA_VISIBLE_DEVICES": "5"})
     process = start()
     out, _ = process.communicate(line, timeout=30)

@@ -21,7 +21,7 @@ from dslaunch.core.packages import COMPARED
 from dslaunch.core.plan import LaunchPlan, from_json, to_json
 from dslaunch.core.topology import Host, Topology, local_topology
 from dslaunch.launch import agent
-from dslaunch.launch.agent import Refusal, check_gpus, nvidia_gpus, visible_devices
+from dslaunch.launch.agent import Refusal, check_gpus, models_of_gpus, visible_devices
 from dslaunch.launch.jit_cache import torch_extensions_dir
 from dslaunch.launch.orders import build_orders, check_launch, encode_orders
 from tests.launch.conftest import Launch
@@ -189,8 +189,8 @@ def test_two_slots_are_never_one_device() -> None:
 def test_a_filter_does_not_change_what_the_slots_are() -> None:
     hosts = parse_hostfile("n slots=2\nm slots=1,2\n", "hosts")
     for include, expected in (
-        ("n:1", {"slots": ["1"], "of": ["0", "1"]}),
-        ("m:2", {"slots": ["2"], "of": ["1", "2"]}),
+        ("n:1", {"slots": ["1"], "of": ["0", "1"], "variable": None}),
+        ("m:2", {"slots": ["2"], "of": ["1", "2"], "variable": None}),
     ):
         topology = Topology(hosts=select_hosts(hosts, include=include))
         read_back = from_json(LaunchPlan, to_json(plan(device_type="cuda", topology=topology)))
@@ -301,7 +301,7 @@ def test_versions_of_this_environment() -> None:
 
 def test_gpus_that_a_host_has(tmp_path: Path) -> None:
     root = gpu_host(tmp_path, 4)
-    assert nvidia_gpus(root) == ["NVIDIA A100-SXM4-80GB"] * 4
+    assert models_of_gpus(root) == ["NVIDIA A100-SXM4-80GB"] * 4
     check_gpus(["0", "3"], root)
     check_gpus(["GPU-1a2b", "MIG-3c4d"], root)  # which those are only the driver knows
     (tmp_path / "dev/nvidia3").unlink()  # not given to this container
@@ -316,6 +316,49 @@ def test_gpus_that_are_there_and_not_listed(
     tmp_path: Path, num: int, listed: bool, files: Sequence[str]
 ) -> None:
     check_gpus(["7"], gpu_host(tmp_path, num, listed=listed, files=files))
+
+
+def test_amd_gpus_by_their_architecture(tmp_path: Path) -> None:
+    """Counted too; node 0 is the CPU."""
+    root = gpu_host(tmp_path, 0, files=("kfd",))
+    for node, arch in enumerate(("0", "90402", "90402")):
+        folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(f"simd_count 4\ngfx_target_version {arch}\n")
+    assert models_of_gpus(root) == ["gfx942"] * 2
+    check_gpus(["0", "1"], root)
+    with pytest.raises(Refusal, match=r"the plan is for GPU 2, and this host has 2 \(0,1\)"):
+        check_gpus(["2"], root)
+
+
+@pytest.mark.parametrize(
+    ("devices", "accelerator", "variable"),
+    [
+        ((), "cuda", None),  # NVIDIA's or AMD's: the agent sees on the host which
+        (("mi300x",), "cuda", None),
+        (("max1550",), "xpu", "ZE_AFFINITY_MASK"),
+        (("ascend910b",), "npu", "ASCEND_RT_VISIBLE_DEVICES"),
+        (("gaudi2",), "hpu", "HABANA_VISIBLE_MODULES"),
+    ],
+)
+def test_the_variable_of_each_vendor(
+    devices: tuple[str, ...], accelerator: str, variable: str | None
+) -> None:
+    topology = Topology(hosts=(Host(name="n", slots=("2", "3")),))
+    orders = build_orders(plan(device_type="cuda", devices=devices, topology=topology), 0, environ={})
+    assert orders["env"]["DS_ACCELERATOR"] == accelerator
+    assert ("CUDA_DEVICE_ORDER" in orders["env"]) == (accelerator == "cuda")
+    assert orders["visible_devices"] == {"slots": ["2", "3"], "of": ["2", "3"], "variable": variable}
+
+
+def test_devices_of_another_vendor(launch: Launch, tmp_path: Path) -> None:
+    """No list of them is known, so those that are named are believed, within what is visible already."""
+    options = ("--gpu", "max1550", "--env", "DS_ACCELERATOR=xpu")
+    code, _, err = launch(python(SHOW), *options, env={"ZE_AFFINITY_MASK": "4,5"}).wait()
+    assert code == 0, err
+    assert seen(tmp_path, 1)["ZE_AFFINITY_MASK"] == "4,5"
+    assert seen(tmp_path, 1)["DS_ACCELERATOR"] == "xpu"
+    assert "CUDA_VISIBLE_DEVICES" not in seen(tmp_path, 1)
 
 
 def test_a_host_without_gpus(tmp_path: Path) -> None:
