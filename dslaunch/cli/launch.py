@@ -179,7 +179,7 @@ def _outcome_json(outcome: Outcome, launch: LaunchPlan) -> dict[str, Any]:
         "run_dir": launch.run_dir,
         "exit_code": outcome.exit_code,
         "cancelled_by_signal": outcome.cancelled_by,
-        "lost_host": outcome.lost_host,
+        "lost_host": outcome.lost and outcome.lost.host,
         "late_ranks": list(outcome.late),
         "first_failure": first and {"rank": first.rank, "host": first.host, "code": first.code},
         "ranks": [

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 
 from dslaunch.core.errors import EnvironmentNotReady
-from dslaunch.launch.ends import RankEnd
+from dslaunch.launch.ends import LostHost, RankEnd
 
 # Failures so close together are one event, and news of two hosts take different times.
 SAME_EVENT_S = 2.0
@@ -18,14 +18,14 @@ class Cause:
 
     first_failure: RankEnd | None = None
     cancelled_by: int | None = None  # signal number
-    lost_host: str | None = None
+    lost: LostHost | None = None
     refusal: EnvironmentNotReady | None = None
     late: tuple[int, ...] = ()  # ranks that had not stopped when others had, at a checkpoint
 
     @property
     def is_known(self) -> bool:
         """Whether the ranks were told to stop: what ends from then on is not the reason for it."""
-        reasons = (self.first_failure, self.cancelled_by, self.lost_host, self.refusal)
+        reasons = (self.first_failure, self.cancelled_by, self.lost, self.refusal)
         return bool(self.late) or any(reason is not None for reason in reasons)
 
     def revise(self, end: RankEnd) -> bool:
@@ -42,7 +42,7 @@ class Cause:
         self.first_failure = end
         return True
 
-    def note_lost(self, host: str, seconds: float) -> bool:
+    def note_lost(self, host: str, how: str, seconds: float) -> bool:
         """Take the loss of ``host`` for the cause; False where the launch was ending for another reason.
 
         Ranks elsewhere fail at once when a host goes: their failure is then what followed.
@@ -51,5 +51,5 @@ class Cause:
         follows = first is not None and first.host != host and seconds - first.seconds < SAME_EVENT_S
         if self.is_known and not follows:
             return False
-        self.lost_host, self.first_failure = host, None
+        self.lost, self.first_failure = LostHost(host=host, how=how, seconds=seconds), None
         return True

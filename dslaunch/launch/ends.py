@@ -61,6 +61,15 @@ class RankEnd:
         return self.asked and (self.code < 0 or self.code in _STOPPED)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LostHost:
+    """One of whose ranks nothing more is heard. ``how``: as its agent, or the way to it, was seen to end."""
+
+    host: str
+    how: str
+    seconds: float  # from the start of the launch, by the supervisor's clock
+
+
 def list_ranks(ranks: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 0-4, 7``; of many gaps the first few."""
     shown = span(sorted(ranks), _SPANS_SHOWN)

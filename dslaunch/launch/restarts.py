@@ -111,7 +111,7 @@ class Restarts:
         gained = self._checkpoints()
         if gained > self._gained or (not self._own_worker and lived_s >= _LIVED_S):
             self._fruitless = 0
-        elif outcome is not None and outcome.lost_host is None:
+        elif outcome is not None and outcome.lost is None:
             self._fruitless += 1
         self._gained = gained
         self._failures.update(culprits)
@@ -180,7 +180,7 @@ def _culprit(outcome: Outcome | None) -> list[str]:
     if outcome is None:
         return []
     first = outcome.first_failure
-    host = outcome.lost_host or (first.host if first is not None else None)
+    host = outcome.lost.host if outcome.lost is not None else None if first is None else first.host
     return [] if host is None else [host]
 
 

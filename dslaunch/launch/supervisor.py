@@ -295,7 +295,7 @@ class _Launch:
     def _lose(self, link: AgentLink, how: str) -> None:
         self._note_sleep(time.monotonic())
         self.events.write("host_lost", host=link.host.name, how=how)
-        if self.cause.note_lost(link.host.name, time.monotonic() - self.started_at):
+        if self.cause.note_lost(link.host.name, how, time.monotonic() - self.started_at):
             self._say(f"{how}; its ranks are lost")
         self._stop(self.plan.failure_grace_s)
 
@@ -363,16 +363,16 @@ class _Launch:
 
     def finish(self) -> Outcome:
         """The outcome, recorded and told. Raises what an agent refused."""
-        cause = self.cause
-        if cause.refusal is not None and cause.cancelled_by is None:
-            self.events.write("launch_end", exit_code=cause.refusal.exit_code, refused=cause.refusal.message)
-            raise cause.refusal
+        refusal = self.cause.refusal
+        if refusal is not None and self.cause.cancelled_by is None:
+            self.events.write("launch_end", exit_code=refusal.exit_code, refused=refusal.message)
+            raise refusal
         outcome = Outcome(
             ends=tuple(self.ends[rank] for rank in sorted(self.ends)),
-            first_failure=cause.first_failure,
-            cancelled_by=cause.cancelled_by,
-            lost_host=cause.lost_host,
-            late=cause.late,
+            first_failure=self.cause.first_failure,
+            cancelled_by=self.cause.cancelled_by,
+            lost=self.cause.lost,
+            late=self.cause.late,
             num_ranks=self.plan.topology.world_size,
             own_worker=self.own_worker,
             progress=self.watch.read_progress(),

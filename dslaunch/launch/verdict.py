@@ -16,7 +16,7 @@ from dslaunch.core.errors import (
     EXIT_USAGE,
 )
 from dslaunch.core.run_dir import RunDir
-from dslaunch.launch.ends import HostFacts, RankEnd, list_ranks
+from dslaunch.launch.ends import HostFacts, LostHost, RankEnd, list_ranks
 from dslaunch.launch.places import describe_places
 from dslaunch.launch.progress import Progress
 from dslaunch.launch.symptoms import is_time_out, recognise
@@ -48,7 +48,7 @@ class Outcome:
     ends: tuple[RankEnd, ...]
     first_failure: RankEnd | None = None
     cancelled_by: int | None = None  # signal number
-    lost_host: str | None = None
+    lost: LostHost | None = None
     late: tuple[int, ...] = ()  # ranks that had to be stopped after others stopped at a checkpoint
     num_ranks: int = 0  # of the plan; some may never have started
     own_worker: bool = False  # the ranks ran dslaunch's worker, whose exit codes have dslaunch's meaning
@@ -74,7 +74,7 @@ class Outcome:
             return self.first_failure.exit_code
         if self.is_complete:
             return 0
-        if self.lost_host is not None:
+        if self.lost is not None:
             return EXIT_HOST_LOST
         if EXIT_STOPPED_AT_CHECKPOINT in codes and codes <= {0, EXIT_STOPPED_AT_CHECKPOINT}:
             return EXIT_STOPPED_AT_CHECKPOINT
@@ -134,6 +134,8 @@ def render_end(
         there = f"{first.host}:" if first.host in outcome.unshared_hosts else ""
         block = render_failure(outcome, f"{there}{run_dir.rank_log(first.rank)}", shown=shown)
         return block + (f"  next         dslaunch replay {quote(str(run_dir.path))}\n" if can_replay else "")
+    if outcome.exit_code == EXIT_HOST_LOST and outcome.lost is not None:
+        return render_lost(outcome, outcome.lost, run_dir)
     if outcome.exit_code == EXIT_STOPPED_AT_CHECKPOINT:
         if not outcome.own_worker:
             return "dslaunch: all ranks exited with code 75 or 0\n"
@@ -159,11 +161,7 @@ def render_failure(outcome: Outcome, log_path: str, *, shown: frozenset[str] | N
         f"it {describe_code(first.code, own_worker=outcome.own_worker, facts=first.facts)} "
         f"{first.seconds:.1f} s after the start"
     ]
-    if outcome.own_worker:
-        place = (
-            "none was logged" if outcome.progress is None else f"the last logged was {outcome.progress.place}"
-        )
-        lines.append(f"  steps        {place}")
+    lines += _steps(outcome)
     if first.code < 0:
         lines.append(f"  peak memory  {_peak_memory(first)}")
     if not first.tail:
@@ -184,6 +182,28 @@ def render_failure(outcome: Outcome, log_path: str, *, shown: frozenset[str] | N
     return "\n".join(lines) + "\n"
 
 
+def render_lost(outcome: Outcome, lost: LostHost, run_dir: RunDir) -> str:
+    """The same when a host was lost: which, how that was seen, its ranks, and what followed."""
+    lines = [f"dslaunch: host {lost.host} was lost {lost.seconds:.1f} s after the start: {lost.how}"]
+    lines += _steps(outcome)
+    if silent := sorted(set(range(outcome.num_ranks)) - {end.rank for end in outcome.ends}):
+        lines.append(f"  ranks        {list_ranks(silent)}: how they ended is not known")
+        there = f"{lost.host}:" if lost.host in outcome.unshared_hosts else ""
+        lines.append(f"  log          {there}{run_dir.rank_log(silent[0])}")
+    if outcome.ends:
+        lines.append(f"  others       {summarise(list(outcome.ends))}")
+    lines.append(f"  exit code    {outcome.exit_code}")
+    return "\n".join(lines) + "\n"
+
+
+def _steps(outcome: Outcome) -> list[str]:
+    """How far our own trainer was."""
+    if not outcome.own_worker:
+        return []
+    done = "none was logged" if outcome.progress is None else f"the last logged was {outcome.progress.place}"
+    return [f"  steps        {done}"]
+
+
 def _peak_memory(end: RankEnd) -> str:
     limit = None if end.facts is None else end.facts.memory_limit_bytes
     of = f", the limit of its cgroup is {limit / 2**30:.2f} GiB" if limit is not None else ""
@@ -194,8 +214,6 @@ def render_stop(outcome: Outcome) -> str:
     """The last line on stderr when no rank failed, but not all ended well: why, and how each ended."""
     if outcome.cancelled_by is not None:
         why = "cancelled"
-    elif outcome.lost_host is not None:
-        why = f"host {outcome.lost_host} was lost"
     elif outcome.late:
         what = "stop at the checkpoint" if outcome.own_worker else "exit"
         why = f"{list_ranks(list(outcome.late))} did not {what} in time"

@@ -13,7 +13,7 @@ import pytest
 
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host, Topology
-from dslaunch.launch.ends import RankEnd
+from dslaunch.launch.ends import LostHost, RankEnd
 from dslaunch.launch.restarts import Restarts
 from dslaunch.launch.verdict import Outcome
 from dslaunch.observe.run_status import load_status
@@ -90,7 +90,7 @@ def test_a_crash_loop_ends_and_progress_is_none(tmp_path: Path) -> None:
 
 def test_a_lost_host_is_no_crash_loop(tmp_path: Path) -> None:
     restarts = Restarts(plan(tmp_path), own_worker=True)
-    lost = Outcome(ends=(), num_ranks=2, lost_host="b")
+    lost = Outcome(ends=(), num_ranks=2, lost=LostHost(host="b", how="", seconds=1.0))
     delays = [restarts.next(lost, ["b"], lived_s=1.0) for _ in range(8)]
     assert [delay and delay.delay_s for delay in delays] == [2, 4, 8, 16, 32, 60, 60, 60]
 
@@ -98,7 +98,7 @@ def test_a_lost_host_is_no_crash_loop(tmp_path: Path) -> None:
 def test_a_host_that_failed_twice_gives_way_to_a_spare_with_as_many_slots(tmp_path: Path) -> None:
     spares = (Host(name="wide", slots=("0", "1")), Host(name="c", slots=("0",)))
     restarts = Restarts(plan(tmp_path, spare_hosts=spares), own_worker=True)
-    lost = Outcome(ends=(), num_ranks=2, lost_host="b")
+    lost = Outcome(ends=(), num_ranks=2, lost=LostHost(host="b", how="", seconds=1.0))
     names = []
     for _ in range(4):
         restart = restarts.next(lost, ["b"], lived_s=1.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dslaunch.core.run_dir import RunDir
-from dslaunch.launch.ends import HostFacts, RankEnd, list_ranks
+from dslaunch.launch.ends import HostFacts, LostHost, RankEnd, list_ranks
 from dslaunch.launch.places import describe_places
 from dslaunch.launch.progress import Progress
 from dslaunch.launch.verdict import (
@@ -40,6 +40,21 @@ def test_codes_in_words() -> None:
 
 def test_exit_code_as_a_shell_gives_it() -> None:
     assert [end(0, code).exit_code for code in (0, 7, -9, -40)] == [0, 7, 137, 168]
+
+
+def test_the_last_block_of_a_lost_host() -> None:
+    lost = LostHost(host="n2", how="no sign of life from n2 for 30 s", seconds=61.25)
+    outcome = Outcome(
+        ends=(end(0, -15, asked=True),), lost=lost, num_ranks=3, own_worker=True, unshared_hosts=("n2",)
+    )
+    assert render_end(outcome, RunDir(Path("/r")), shown=None) == (
+        "dslaunch: host n2 was lost 61.2 s after the start: no sign of life from n2 for 30 s\n"
+        "  steps        none was logged\n"
+        "  ranks        ranks 1-2: how they ended is not known\n"
+        "  log          n2:/r/logs/rank-1.log\n"
+        "  others       rank 0 stopped by dslaunch (signal 15)\n"
+        "  exit code    77\n"
+    )
 
 
 def test_the_last_block() -> None:
