@@ -170,12 +170,14 @@ def _check_devices(say: _Sayer, one: Probed, inventory: Inventory, wanted: Wante
     from dslaunch.launch.preflight import kind_doubts
 
     assert one.facts is not None
-    if wanted.device_type != "cuda" or accelerator_of(device.name for device in wanted.devices) != "cuda":
-        return  # of other vendors' devices there is no list
+    if wanted.device_type != "cuda":
+        return
     by_id = {accelerator.id: accelerator.device for accelerator in inventory.accelerators}
     if not by_id and one.facts.device_files:  # WSL, and containers that hide the list
         say.say("info", "devices", "there are device files of GPUs, but no list of them to read")
         return
+    if not by_id and accelerator_of(device.name for device in wanted.devices) != "cuda":
+        return  # of other vendors' devices there is no list
     if missing := missing_slots(one.host, list(by_id)):
         shown = f"{len(by_id)} ({', '.join(by_id)})" if by_id else "none"
         say.fail(

@@ -307,7 +307,10 @@ class Agent:
         self.facts = self.look_around(env)
         cwd = to_bytes(orders["cwd"])
         if not os.path.isdir(cwd):
-            raise Refusal(f"no working directory {to_text(cwd)}", "create it, or give launch.cwd")
+            raise Refusal(
+                f"no working directory {to_text(cwd)}",
+                "create it, or start where all hosts have it (in a run file: launch.cwd)",
+            )
         program = find_program(to_bytes(orders["argv"][0]), env.get(b"PATH", os.defpath.encode()), cwd)
         for item in orders["ranks"]:
             try:

@@ -200,6 +200,16 @@ def test_a_machine_under_two_names(device_type: str, severity: str) -> None:
     assert found.message == "it is the same machine as a, and both have slot 0"
 
 
+def test_devices_of_another_vendor() -> None:
+    """Of those there is no list; but where NVIDIA's are, they are seen to be others."""
+    wanted = replace(WANTED, devices=frozenset({lookup_device("max1550")}))
+    hosts = [fine(name) for name in NODES]
+    none = replace(A100S, accelerators=())
+    assert find_problems(hosts, dict.fromkeys(NODES, none), wanted) == []
+    (found,) = find_problems(hosts, {**dict.fromkeys(NODES, none), "b": A100S}, wanted)
+    assert (found.host, found.message) == ("b", "the plan is for max1550 (pvc), but it has a100 (sm_80)")
+
+
 def test_what_all_hosts_have_is_the_matter_of_none() -> None:
     """A lock on a file system that they share; one of them besides cannot write its cache."""
     left = replace(FACTS, locks=(TorchLock(path="/c/ops/x/lock", held=False),))
