@@ -91,8 +91,10 @@ def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest, *, dry_run: b
     if isinstance(plan, RunPlan):
         ready.check_accelerator(plan)
     ready.check_ready(plan.launch, device_source=_device_source(plan, request), dry_run=dry_run)
-    if dry_run and (problem := ready.open_files_problem(plan.launch.topology.num_nodes)) is not None:
-        note(problem)
+    if dry_run:
+        many = ready.many_hosts_problem(plan.launch)
+        for problem in filter(None, (ready.open_files_problem(plan.launch.topology.num_nodes), many)):
+            note(problem)
     if isinstance(plan, RunPlan):
         ready.check_packages(plan)
         ready.check_recorded_paths(plan)

@@ -19,6 +19,7 @@ from dslaunch.launch.text import utf8_environ
 
 _FILES_PER_AGENT = 3  # its stdin, stdout and stderr
 _OTHER_FILES = 128
+_MANY_HOSTS = 1000
 
 
 def check_ready(
@@ -112,6 +113,18 @@ def open_files_problem(num_hosts: int) -> str | None:
     if hard == resource.RLIM_INFINITY or hard >= _files_for(num_hosts):
         return None
     return f"{num_hosts} hosts take {_files_for(num_hosts)} open files here, and the limit is {hard}"
+
+
+def many_hosts_problem(plan: LaunchPlan) -> str | None:
+    """Why more hosts than these ways are good for are better started otherwise; None where they are not."""
+    num_hosts = plan.topology.num_nodes
+    if num_hosts <= _MANY_HOSTS:
+        return None
+    return (
+        f"{plan.via} takes a process here for each of {num_hosts} hosts; it is good to about {_MANY_HOSTS}."
+        " For more use srun or MPI by themselves, which start processes in a tree, with the lines of"
+        " --print-as torchrun"
+    )
 
 
 def _files_for(num_hosts: int) -> int:

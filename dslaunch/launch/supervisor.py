@@ -183,7 +183,7 @@ class _Launch:
         elif self.startup.has_started:
             self.events.write("ranks_start", **self.startup.start_facts())
             for doubt in self.startup.doubts():
-                self._say(f"note: {doubt}")
+                self.watch.note(doubt)
 
     def _refuse(self, refusal: EnvironmentNotReady) -> None:
         self.cause.refusal = self.cause.refusal or refusal

@@ -9,13 +9,13 @@ from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import RunDir
 from dslaunch.core.verbosity import QUIET, verbosity
 from dslaunch.launch.progress import Progress, ProgressReader
+from dslaunch.launch.ready import many_hosts_problem
 from dslaunch.launch.screen import Screen
 from dslaunch.launch.startup import Startup
 
 _STATUS_S = 0.5  # between two states of the line on a terminal
 _FIRST_WAIT_S, _NEXT_WAIT_S = 5.0, 60.0  # when it is said, where there is no such line, what is waited for
 _FIRST_ENDED_S, _NEXT_ENDED_S = 10.0, 60.0  # that ranks may end one after the other
-_MANY_HOSTS = 1000
 
 
 class Watch:
@@ -45,13 +45,13 @@ class Watch:
 
     def say_what_is_known(self) -> None:
         """What the user should know before a start."""
-        num_hosts = self._plan.topology.num_nodes
-        if num_hosts > _MANY_HOSTS and not self._quiet:
-            self._screen.say(
-                f"note: {self._plan.via} takes a process here for each of {num_hosts} hosts; it is good to"
-                f" about {_MANY_HOSTS}. For more use srun or MPI by themselves, which start processes in a"
-                " tree, with the lines of --print-as torchrun"
-            )
+        if (problem := many_hosts_problem(self._plan)) is not None:
+            self.note(problem)
+
+    def note(self, text: str) -> None:
+        """Something that the user should know but need not act on."""
+        if not self._quiet:
+            self._screen.say(f"note: {text}")
 
     def note_ended(self, rank: int, host: str) -> None:
         """A rank has ended with code 0. Where others run on for long, they may wait for it for ever."""
