@@ -171,6 +171,8 @@ def _alternative(alternative: Alternative) -> str:
     plan = alternative.plan
     word = {True: "fits", False: "does not fit", None: "needs"}[plan.fits]
     binds = alternative.binds()
-    where = f"{binds['item']}, host" if binds["where"] == "host" else binds["item"]
+    on_host = binds["where"] == "host"
+    needed = plan.host_peak_bytes if on_host else plan.needed_bytes
+    where = f"{binds['item']}, in each host's RAM" if on_host else binds["item"]
     word = f"{word}, tight" if plan.tight else word
-    return f"  {word:<13} {gib(plan.needed_bytes)}  {' '.join(alternative.changes)} ({where})"
+    return f"  {word:<13} {gib(needed)}  {' '.join(alternative.changes)} ({where})"

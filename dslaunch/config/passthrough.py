@@ -79,14 +79,16 @@ def check_additions(
     What ``check`` finds in the plan itself is a problem too.
     """
     target = Target(world_size=world_size, devices=devices)
-    of_plan = []
+    of_plan, before = [], [problem.key for problem in report.problems]
     for finding in check_value(additions.planned, target):
         if finding.severity == "info" and finding.code in _ADVICE:
             hint = f"; {finding.hint}" if finding.hint else ""
             report.advise(finding.key, f"{report.loaded.where(finding.key)}{finding.message}{hint}")
         elif finding.severity != "info":
             of_plan.append(finding)
-            if finding.code not in _SAID_BEFORE and not finding.key.startswith("fp16."):
+            if finding.code in _SAID_BEFORE or finding.key.startswith("fp16."):
+                continue
+            if not any(_of_one(finding.key, key) for key in before):  # each thing is said once
                 report.fail(finding.key, finding.message, finding.hint)
     if final == additions.planned:
         return
@@ -246,6 +248,11 @@ class _Rules:
             at = f"precision {self.precision}" + (" at stage 0" if self.stage == 0 else "")
             names = " or ".join(dict.fromkeys(allowed))
             self.fail(path, f"{value!r} does not go with {at}", f"write {names}, or remove it")
+
+
+def _of_one(one: str, other: str) -> bool:
+    """Whether two keys are the same, or one stands in the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _shown(value: Any) -> str:

@@ -244,6 +244,26 @@ def test_a_model_that_others_have_quantised_is_refused_without_a_run_file_too(
         assert "dtypes.bnb_4bit_quant_storage            uint8" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--zero-stage", "0", "--offload-optimizer", "cpu"], "acts at stages 1, 2, 3 only"),
+        (
+            ["--zero-stage", "3", "--set", "zero_optimization.offload_optimizer.device=nvme"],
+            "nvme_path is missing: device nvme needs a directory",
+        ),
+    ],
+)
+def test_what_the_plan_refuses_is_not_said_again_by_check(
+    capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+) -> None:
+    flags = ["--gpu", "a100", "--num-gpus-per-node", "8", "--precision", "bf16", "--train-batch-size", "8"]
+    assert main(["gen-config", *flags, *argv]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("Error: ") == 1, said
+
+
 QUANTISED = "model: {path: org/model, quantization_config: {%s}}\n"
 LORA = "adapter: {type: lora}\n"
 

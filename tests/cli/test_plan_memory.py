@@ -444,7 +444,11 @@ def test_a_host_that_can_train_but_not_resume_is_told_so(
     seven_billion: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *seven_billion, "--host-memory-gib", "180"]) == 0
-    head = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    out = capsys.readouterr().out
+    head = out.partition("\n\n")[0].splitlines()
+    on_host = [line.split() for line in out.splitlines() if line.endswith("read, in each host's RAM)")]
+    assert on_host
+    assert all(float(line[3]) > 180 for line in on_host), on_host
     assert head[3] == (
         "trains, but cannot be resumed there: 202.68 GiB of 180.00 GiB RAM on each host when resuming"
     )
