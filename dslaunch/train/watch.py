@@ -214,12 +214,21 @@ class Watch:
             self._verdict(seen.step, "norm constant", text)
 
     def _persistent(self, seen: SeenStep) -> Diverged:
-        hint = "see which samples these steps had, lower optimizer.lr, resume from a checkpoint before them"
+        hint, fall = (
+            "see which samples these steps had, lower optimizer.lr, resume from a checkpoint before them",
+            "",
+        )
         if self._precision == "fp16":
-            hint = "use precision bf16 (or fp32) or a lower optimizer.lr; a static loss_scale may be too high"
+            first = self._steps[-min(self._skipped_in_a_row, _KEPT)].loss_scale
+            hint = "use precision bf16 (or fp32) or a lower optimizer.lr"
+            if seen.next_loss_scale < first:
+                fall = f", while the loss scale went from {first:g} to {seen.next_loss_scale:g}"
+                hint = f"a smaller loss scale did not help: {hint}, and see which samples these steps had"
+            else:
+                hint += "; a static loss_scale may be too high"
         return Diverged(
             f"step {seen.step}: {self._skipped_in_a_row} steps in a row were skipped ({seen.skip_reason}"
-            f"{_of(seen.ranks)}); watch.max_skipped_in_a_row is {self._limits.max_skipped_in_a_row}",
+            f"{_of(seen.ranks)}){fall}; watch.max_skipped_in_a_row is {self._limits.max_skipped_in_a_row}",
             hint=hint,
             verdict="persistent skipping",
             step=seen.step,

@@ -51,6 +51,15 @@ def number(value: float, *, bad: float = 0.0, at: int = -1) -> Feed:
     return feed
 
 
+def root_from(first: int) -> Feed:
+    """Nothing is wrong before step ``first``; from there on no loss scale is small enough (RootOfZero)."""
+
+    def feed(engine: Engine, step: int) -> None:
+        engine.backward(engine(torch.tensor([0.0 if step >= first else float(step)])))
+
+    return feed
+
+
 def loss_alone(engine: Engine, step: int) -> None:
     """At step 2 the last rank's loss is nan, though its gradient is not."""
     nan = math.nan if step == 2 and RANK == LAST else 0.0
@@ -124,6 +133,12 @@ def all_cases() -> dict[str, Case]:
         ),
         "watch/persistent-static": lambda: watched(
             fp16(loss_scale=256), number(60000.0), steps=9, watch={"max_skipped_in_a_row": 3}
+        ),
+        "watch/persistent-dynamic": lambda: watched(
+            fp16(hysteresis=2), root_from(3), steps=9, model=RootOfZero(), watch={"max_skipped_in_a_row": 4}
+        ),
+        "watch/persistent-at-start": lambda: watched(
+            fp16(), root_from(1), steps=9, model=RootOfZero(), watch={"max_skipped_in_a_row": 4}
         ),
         "watch/silence": lambda: watched(still, number(1.0), steps=8, model=OneWeight(start=0.0)),
         "watch/off": lambda: watched(bf16, number(1.0, bad=math.nan, at=1), steps=3, watch=None),

@@ -76,6 +76,32 @@ def test_persistent_skipping_with_a_static_scale(two_ranks: CaseResults) -> None
     assert "a static loss_scale may be too high" in result["error"]["hint"]
 
 
+def test_persistent_skipping_with_a_dynamic_scale_that_falls_in_vain(two_ranks: CaseResults) -> None:
+    """Neither the minimum (the scale is far from it) nor a descent (steps were good before)."""
+    result, scaler = seen(two_ranks, "persistent-dynamic"), Scaler(256.0, 1000, 2)
+    error = result["error"]
+    assert (error["verdict"], error["step"], error["exit_code"]) == ("persistent skipping", 6, 76)
+    scales = []
+    for step in range(1, 7):
+        scaler.step(step > 2)
+        scales += [scaler.scale] if step > 2 else []
+    assert [skip["next_loss_scale"] for skip in kinds(result, "step_skipped")] == scales
+    assert scales == [256, 128, 64, 32]
+    assert ", while the loss scale went from 256 to 32; watch.max" in error["message"]
+    assert "a smaller loss scale did not help" in error["hint"] and "static" not in error["hint"]
+    assert [(event["step"], event["verdict"]) for event in kinds(result, "verdict")] == [
+        (6, "persistent skipping")
+    ]
+    assert len(result["said"]) == 4
+
+
+def test_a_descent_that_does_not_end_is_persistent_skipping_too(two_ranks: CaseResults) -> None:
+    result = seen(two_ranks, "persistent-at-start")
+    assert (result["error"]["verdict"], result["error"]["step"]) == ("persistent skipping", 4)
+    assert "from 256 to 16" in result["error"]["message"]
+    assert verdicts(result) == [(4, "persistent skipping")] and result["said"] == []
+
+
 def test_loss_0_and_a_norm_that_does_not_change(two_ranks: CaseResults) -> None:
     result = seen(two_ranks, "silence")
     assert verdicts(result) == [(5, "loss 0"), (5, "norm constant")]
