@@ -107,6 +107,8 @@ def cases(everything: bool) -> Iterator[Case]:
     yield Case(0, precision="fp32", optimizer="Adafactor")
     yield Case(2, optimizer="AdEMAMix")
     yield Case(3, optimizer="AdamW8bit")
+    for stage in (2, 3):
+        yield Case(stage, optimizer="Muon")
     if not everything:
         return
     for optimizer in ("SGD", "Lion", "AdEMAMix", "AdamW8bit"):
@@ -115,6 +117,12 @@ def cases(everything: bool) -> Iterator[Case]:
             yield Case(stage, optimizer=optimizer)
         yield Case(2, optimizer=optimizer, offload="optimizer")
         yield Case(0, optimizer=optimizer, engine="torch")
+    for stage in range(4):
+        yield Case(stage, precision="fp32", optimizer="Muon")
+        low = "bf16" if stage else "fp32"  # bf16 at stage 0 is stage 1 under dslaunch
+        yield Case(stage, "lora", low, optimizer="Muon", accumulation=2)
+    yield Case(1, optimizer="Muon", tied=True)
+    yield Case(3, optimizer="Muon", sub_group_size=20_000)
     yield Case(0, engine="torch", tied=True)
     yield Case(0, "lora", engine="torch", precision="fp32")
     for stage in (0, 2, 3):
@@ -329,6 +337,7 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
     import torch
     from torch.profiler import record_function
 
+    from dslaunch.train.engine.muon import place_muon, take_muon
     from dslaunch.train.optimizers import build_optimizer
 
     gc.collect()
@@ -341,12 +350,14 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
             engine = torch_engine(case, model)
         else:
             with device_apart(case):
+                config, muon, _ = take_muon(ds_config(case), model)
                 engine = deepspeed.initialize(
                     model=model,
-                    config=ds_config(case),
-                    optimizer=build_optimizer(optimizer_plan(case), model),
+                    config=config,
+                    optimizer=muon or build_optimizer(optimizer_plan(case), model),
                     model_parameters=trained,
                 )[0]
+                place_muon(engine)
         others = other_engines(case)
         ids = torch.arange(16).unsqueeze(0)
         ignore.add(ids.untyped_storage().data_ptr())
@@ -376,7 +387,7 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
             with record_function(f"dslaunch passes {step}"):
                 run_passes(engine, case, ids)
             before.append(live_bytes(engine, ignore))
-            with record_function(f"dslaunch peak {step}"):
+            with record_function(f"dslaunch peak {step}"), waiting_for_gloo():
                 engine.step()
     peaks = [bytes_ + growth_in(events, f"dslaunch peak {step}") for step, bytes_ in enumerate(before)]
     passes = [seen["rest"] + growth_in(events, f"dslaunch passes {step}") for step in range(repeats)]
@@ -386,6 +397,25 @@ def measure(case: Case, *, repeats: int = 1) -> dict[str, int]:
         if hasattr(part, "destroy"):
             part.destroy()
     return seen
+
+
+@contextlib.contextmanager
+def waiting_for_gloo() -> Iterator[None]:
+    """Lets gloo's threads let go of what Muon has reduced before the next matrix is there."""
+    import torch
+
+    reduce = torch.distributed.all_reduce
+
+    def and_wait(*args: Any, **kwargs: Any) -> Any:
+        work = reduce(*args, **kwargs)
+        time.sleep(0.05)
+        return work
+
+    torch.distributed.all_reduce = and_wait
+    try:
+        yield
+    finally:
+        torch.distributed.all_reduce = reduce
 
 
 @contextlib.contextmanager
@@ -594,13 +624,20 @@ def planned(case: Case, world_size: int, rank: int) -> dict[str, int]:
         both = [*items, *host]
         return {"rest": rest, "step peak": max(size_at(both, CONVERT), size_at(both, UPDATE))}
     waiting = [i for i in items if i.name in ("gradients", SECOND_COPY) and "always" not in i.when]
-    update = [i for i in items if i.name != "optimizer's temporaries"]
+    idle = dataclasses.replace(setup, optimizer=without_temporaries(setup.optimizer))
+    entry = [i for i in rank_items(idle, rank)[0] if i.name != "optimizer's temporaries"]
     return {
         "rest": rest,
         "after backward": rest + sum(item.size for item in waiting),
-        "optimizer entry": size_at(update, UPDATE),
+        "optimizer entry": size_at(entry, UPDATE),
         "step peak": max(size_at(items, CONVERT), size_at(items, UPDATE)),
     }
+
+
+def without_temporaries(cost: Any) -> Any:
+    """What an optimizer needs where its step is entered, and no more."""
+    matrices = cost.matrices and without_temporaries(cost.matrices)
+    return dataclasses.replace(cost, temporary=0, orthogonal=False, matrices=matrices)
 
 
 def planned_by_side(setup: Any, rank: int) -> dict[str, int]:
@@ -643,7 +680,10 @@ def worker(out: Path, everything: bool, only: str, nvme: bool) -> None:
     for case in nvme_cases() if nvme else cases(everything):
         if only and only not in case.name:
             continue
-        results[case.name] = {"measured": measure(case), "planned": planned(case, world_size, rank)}
+        results[case.name] = {
+            "measured": measure(case),
+            "planned": planned(case, world_size, rank),
+        }
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # hpZ's: the next engine would take it for its own
         gc.collect()
         (out / f"rank-{rank}.json").write_text(json.dumps(results))

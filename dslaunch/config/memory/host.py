@@ -6,9 +6,16 @@ Measured on Linux with transformers 5.24, except what a process itself takes, wh
 
 from __future__ import annotations
 
+from dslaunch.config.memory.flat import (
+    flat_elements,
+    flat_states,
+    stage_3_share,
+    stage_3_states,
+    tensor_states,
+)
 from dslaunch.config.memory.items import ALWAYS, ON_DISK, PAGE_CACHE, Item
-from dslaunch.config.memory.setup import Setup, flat_size, shard
-from dslaunch.config.memory.states import frozen_bytes, stage_3_share
+from dslaunch.config.memory.setup import Setup, shard
+from dslaunch.config.memory.states import frozen_bytes
 from dslaunch.config.memory.tensors import total
 
 LOAD, TRAIN, RESUME = "loading", "training", "resuming"
@@ -43,18 +50,18 @@ def checkpoint_bytes(setup: Setup) -> int:
     """Bytes on disk of one DeepSpeed checkpoint, over all ranks."""
     parts = (0 if setup.exclude_frozen else len(setup.frozen)) + len(setup.trainable)
     overhead = _TENSOR_BYTES * parts + (_FILES_BYTES if setup.engine == "deepspeed" else 0)
-    e, numel, states = setup.bytes_each, setup.numel, setup.optimizer.states
+    e, numel = setup.bytes_each, setup.numel
     frozen = 0 if setup.exclude_frozen else sum(part.nbytes for part in setup.frozen)
     if setup.zero_stage == 3:
         share = stage_3_share(setup)
-        own = 4 * share + states(share) + (0 if setup.exclude_frozen else frozen_bytes(setup))
+        own = 4 * share + stage_3_states(setup) + (0 if setup.exclude_frozen else frozen_bytes(setup))
         return own * setup.world_size + overhead
     if setup.zero_stage == 0:
         masters = 0 if e == 4 else 4 * numel
-        return e * numel + frozen + masters + setup.optimizer.states_of(setup.trainable) + overhead
-    flat = flat_size(numel, setup.world_size)
+        return e * numel + frozen + masters + tensor_states(setup) + overhead
+    flat = flat_elements(setup)
     weights = e * numel + (4 - e) * total(setup.fp32_trained)
-    return weights + frozen + 4 * flat + states(flat) + overhead
+    return weights + frozen + 4 * flat + flat_states(setup, setup.world_size) + overhead
 
 
 def _loading(setup: Setup) -> list[Item]:
@@ -91,13 +98,9 @@ def _largest_part(setup: Setup) -> int:
     """load_checkpoint holds one file at a time: a rank's own optimizer states, or the model's."""
     if setup.zero_stage == 3:
         frozen = 0 if setup.exclude_frozen else frozen_bytes(setup)
-        return max(_masters_and_states(setup, stage_3_share(setup)), frozen)
+        return max(4 * stage_3_share(setup) + stage_3_states(setup), frozen)
     frozen = 0 if setup.exclude_frozen else sum(part.nbytes for part in setup.frozen)
     model = setup.bytes_each * setup.numel + frozen
     if setup.zero_stage == 0:
-        return model + _masters_and_states(setup, setup.numel)
-    return max(_masters_and_states(setup, shard(setup.numel, setup.world_size)), model)
-
-
-def _masters_and_states(setup: Setup, numel: int) -> int:
-    return 4 * numel + setup.optimizer.states(numel)
+        return model + 4 * setup.numel + tensor_states(setup)
+    return max(4 * flat_elements(setup) // setup.world_size + flat_states(setup), model)

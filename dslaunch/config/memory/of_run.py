@@ -329,8 +329,10 @@ def cost_of(kind: str, params: Mapping[str, Any], device_type: str, *, ours: boo
         )
     if kind == "AdEMAMix":
         return OptimizerCost(state=12, temporary=8)
-    if kind == "Muon":  # of what is no matrix, which has Adam's states; matrices have a momentum alone
-        return OptimizerCost(state=8, temporary=8)
+    if kind == "Muon":  # Adam for what is no matrix; a matrix has a momentum, its direction and its update
+        return OptimizerCost(
+            state=8, temporary=4, matrices=OptimizerCost(state=4, temporary=8, orthogonal=True)
+        )
     if kind == "Adafactor":
         return OptimizerCost(state=4, temporary=4, factored=True)
     if kind.endswith("8bit"):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dslaunch.config.memory.flat import flat_elements, flat_states, stage_3_share, stage_3_states, touched
 from dslaunch.config.memory.items import CONVERT, UPDATE, Item
 from dslaunch.config.memory.nvme import states_on_nvme, weights_on_nvme
-from dslaunch.config.memory.setup import Setup, flat_size, touching
+from dslaunch.config.memory.setup import Setup
 from dslaunch.config.memory.states import (
     bucket_items,
     frozen_bytes,
@@ -17,7 +18,7 @@ from dslaunch.config.memory.states import (
     largest_sub_group,
     secondary_copies,
     stage_3_buffers,
-    stage_3_share,
+    stage_3_update,
     state_items,
     sub_groups,
     update_bytes,
@@ -40,7 +41,7 @@ def _offloaded(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
 
 def _stage_1_2(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
     e, world = setup.bytes_each, setup.world_size
-    flat = flat_size(setup.numel, world)
+    flat = flat_elements(setup)
     share, largest = flat // world, max((tensor.numel for tensor in setup.trainable), default=0)
     waiting = gradient_phases(setup)
     several = setup.accumulation > 1
@@ -59,13 +60,13 @@ def _stage_1_2(setup: Setup, rank: int) -> tuple[list[Item], list[Item]]:
     host = [
         Item("fp32 master weights", 4 * share),
         Item("fp32 gradients", 4 * share),
-        Item("optimizer states", setup.optimizer.states(share)),
+        Item("optimizer states", flat_states(setup)),
         Item("16-bit copy of the weights" if e == 2 else "copy of the weights", e * share),
         Item("one whole gradient", e * largest),
         Item("optimizer's temporaries", update_bytes(setup, 4) * share, (UPDATE,)),
     ]
     if setup.zero_stage == 2 and several and not setup.accum_fp32:
-        host.append(Item("accumulated gradients", e * touching(setup.trainable, world, rank)))
+        host.append(Item("accumulated gradients", e * touched(setup, rank)))
     return device, host  # these stages take nvme for cpu (stage_1_and_2.py knows no nvme)
 
 
@@ -82,7 +83,7 @@ def _stage_3(setup: Setup) -> tuple[list[Item], list[Item]]:
     e, own, group = setup.bytes_each, stage_3_share(setup), largest_sub_group(setup)
     states = [
         Item("fp32 master weights", 4 * own),
-        Item("optimizer states", setup.optimizer.states(own)),
+        Item("optimizer states", stage_3_states(setup)),
         Item("gradients", setup.accum_bytes * own),
     ]
     weights = [
@@ -102,7 +103,7 @@ def _stage_3(setup: Setup) -> tuple[list[Item], list[Item]]:
         device += [
             *states,
             Item("fp32 gradients", 4 * group, (CONVERT, UPDATE)),
-            Item("optimizer's temporaries", setup.optimizer.temporary * group, (UPDATE,)),
+            Item("optimizer's temporaries", stage_3_update(setup).passing, (UPDATE,)),
         ]
     if setup.zero.offload_param == "nvme":
         host += weights_on_nvme(setup)

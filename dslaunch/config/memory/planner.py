@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dslaunch.config.memory.activations import activation_items
+from dslaunch.config.memory.flat import worst_rank
 from dslaunch.config.memory.host import HOST_PHASES, LOAD, TRAIN, checkpoint_bytes, host_items
 from dslaunch.config.memory.items import (
     ALWAYS,
@@ -20,7 +21,7 @@ from dslaunch.config.memory.items import (
 )
 from dslaunch.config.memory.offload import rank_items
 from dslaunch.config.memory.roles import critics, with_other_models
-from dslaunch.config.memory.setup import Setup, worst_rank
+from dslaunch.config.memory.setup import Setup
 from dslaunch.config.memory.states import while_loading
 from dslaunch.config.memory.wide import wide_items
 from dslaunch.config.memory.zeropp import quantised_travel, uncounted_keys
@@ -180,7 +181,7 @@ def plan_memory(
     setup: Setup, capacity_gib: float | None = None, *, host_gib: float | None = None
 ) -> MemoryPlan:
     """The plan of the rank that needs most. ``capacity_gib`` is of one device, ``host_gib`` of one host."""
-    rank = worst_rank(setup.trainable, setup.world_size) if setup.trainable else 0
+    rank = worst_rank(setup)
     states, offloaded = rank_items(setup, rank)
     passing = (*activation_items(setup), *wide_items(setup), *quantised_travel(setup))
     items = [*states, *(item for item in passing if item.size)]

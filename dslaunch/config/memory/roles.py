@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from dslaunch.config.memory.activations import activation_items
+from dslaunch.config.memory.flat import worst_rank
 from dslaunch.config.memory.items import (
     ALWAYS,
     EXPERIENCE,
@@ -23,7 +24,7 @@ from dslaunch.config.memory.items import (
     Item,
 )
 from dslaunch.config.memory.offload import rank_items
-from dslaunch.config.memory.setup import Setup, adapted, shard, with_value_head, worst_rank
+from dslaunch.config.memory.setup import Setup, adapted, shard, with_value_head
 from dslaunch.config.memory.tensors import ModelFacts
 
 _REPEATED = 4  # tensors gathered at once beyond those that are kept for reuse
@@ -51,7 +52,7 @@ def with_other_models(setup: Setup, device: list[Item], host: list[Item]) -> tup
     if setup.task == "ppo":
         device += _generation(setup)
     for critic in critics(setup):
-        rank = worst_rank(critic.trainable, critic.world_size)
+        rank = worst_rank(critic)
         own, own_host = rank_items(critic, rank)
         own += [item for item in activation_items(critic) if item.size]
         device = _in_turn(device, [_named("critic", item) for item in own])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dslaunch.config.memory.adapter import adapter_tensors, quantised_bytes, quantised_weights
-from dslaunch.config.memory.tensors import ModelFacts, Tensor
+from dslaunch.config.memory.tensors import ModelFacts, Tensor, total
+from dslaunch.core.muon_matrices import is_muon_matrix
 from dslaunch.core.plan import EngineKind, Precision, QuantizationPlan
 
 Method = Literal["full", "lora", "qlora"]
@@ -50,7 +52,8 @@ class OptimizerCost:
     ``fused``: a kernel of DeepSpeed's own, for which stage 0 lays all fp32 gradients end to end.
     ``eight_bit``: states in blocks of 256 elements with an fp32 scale each (bitsandbytes; small
     tensors, which only stage 0 has, keep 4 bytes). ``factored``: a row and a column of averages for
-    a matrix (Adafactor, at stage 0 alone).
+    a matrix (Adafactor, at stage 0 alone). ``matrices``: what holds of matrices, which Muon has in groups
+    of their own and orthogonalises one after the other (``orthogonal``).
     """
 
     state: int = 8
@@ -58,6 +61,8 @@ class OptimizerCost:
     fused: bool = False
     eight_bit: bool = False
     factored: bool = False
+    matrices: OptimizerCost | None = None
+    orthogonal: bool = False
 
     def states(self, numel: int) -> int:
         """Bytes of the states of a flat vector."""
@@ -69,6 +74,12 @@ class OptimizerCost:
         """Bytes of the states of tensors that are updated one by one."""
         return sum(self._whole(tensor) for tensor in tensors)
 
+    def in_passing(self, tensors: Sequence[Tensor], numel: int, *, shared: bool = False) -> int:
+        """Bytes while ``numel`` elements are updated at once, which are of ``tensors``; ``shared``: others
+        have the rest of these, so that a matrix is added up from its pieces first."""
+        whole = [_while_orthogonalised(t) + 4 * t.numel * shared for t in tensors] if self.orthogonal else []
+        return self.temporary * numel + max(whole, default=0)
+
     def _whole(self, tensor: Tensor) -> int:
         if self.factored and len(tensor.shape) > 1:
             numel = tensor.numel
@@ -78,6 +89,27 @@ class OptimizerCost:
 
 
 _BLOCK, _WHOLE_BELOW = 256, 4096  # bitsandbytes.optim
+
+
+def _while_orthogonalised(tensor: Tensor) -> int:
+    """Bytes of Newton-Schulz's own: the matrix three times and its square (by the shorter side) twice, or
+    once and four times, beside the iterate. Counted in fp32, as on a CPU; on a GPU most of it is fp16."""
+    rows, *rest = tensor.shape if len(tensor.shape) != 3 else tensor.shape[1:]
+    short = min(rows, math.prod(rest))
+    squares = tensor.numel // max(rows, math.prod(rest)) * short
+    return 4 * max(4 * tensor.numel + squares, 2 * tensor.numel + 4 * squares)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that ZeRO lays out as one flat vector, and what the optimizer needs for each element."""
+
+    tensors: tuple[Tensor, ...]
+    cost: OptimizerCost
+
+    @functools.cached_property
+    def numel(self) -> int:
+        return total(self.tensors)
 
 
 @dataclass(frozen=True)
@@ -176,6 +208,16 @@ class Setup:
         return sum(tensor.numel for tensor in self.trainable)
 
     @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """``trainable`` by the optimizer's groups, without empty ones."""
+        if self.optimizer.matrices is None:
+            return (Group(self.trainable, self.optimizer),) if self.trainable else ()
+        matrices = tuple(t for t in self.trainable if is_muon_matrix(t.name, t.shape))
+        rest = tuple(t for t in self.trainable if not is_muon_matrix(t.name, t.shape))
+        found = (Group(matrices, self.optimizer.matrices), Group(rest, self.optimizer))
+        return tuple(group for group in found if group.tensors)
+
+    @functools.cached_property
     def largest(self) -> int:
         """Elements of the largest tensor, trained or not."""
         return max(tensor.numel for tensor in (*self.model.tensors, *self.trainable))
@@ -229,36 +271,3 @@ def shard(numel: int, world_size: int) -> int:
 def flat_size(numel: int, world_size: int) -> int:
     """Elements of the flat buffer of stages 1 and 2: a multiple of twice the ranks."""
     return -(-numel // (2 * world_size)) * 2 * world_size
-
-
-def touching(tensors: Sequence[Tensor], world_size: int, rank: int) -> int:
-    """Elements of every tensor that reaches into ``rank``'s part of the flat buffer, and of its pad.
-
-    DeepSpeed keeps gradients of stages 1 and 2 by whole tensors (stage_1_and_2.py, get_partition_info).
-    """
-    numel = sum(tensor.numel for tensor in tensors)
-    size = flat_size(numel, world_size) // world_size
-    begin, end = rank * size, (rank + 1) * size
-    found = position = 0
-    for tensor in tensors:
-        if position < end and position + tensor.numel > begin:
-            found += tensor.numel
-        position += tensor.numel
-    return found + max(0, end - max(numel, begin))
-
-
-@functools.lru_cache(maxsize=64)
-def worst_rank(tensors: tuple[Tensor, ...], world_size: int) -> int:
-    """The rank whose part of the flat buffer is touched by most elements: see :func:`touching`."""
-    size = flat_size(sum(tensor.numel for tensor in tensors), world_size) // world_size
-    found = [0] * world_size
-    position = 0
-    for tensor in tensors:
-        if tensor.numel:
-            for rank in range(position // size, (position + tensor.numel - 1) // size + 1):
-                found[rank] += tensor.numel
-        position += tensor.numel
-    return max(
-        range(world_size),
-        key=lambda rank: found[rank] + max(0, (rank + 1) * size - max(position, rank * size)),
-    )

@@ -9,6 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dslaunch.config.memory.flat import (
+    Update,
+    flat_elements,
+    flat_states,
+    flat_update,
+    largest_flat,
+    stage_3_share,
+    stage_3_states,
+    tensor_states,
+    tensor_update,
+    touched,
+)
 from dslaunch.config.memory.items import (
     BACKWARD,
     CONVERT,
@@ -23,7 +35,8 @@ from dslaunch.config.memory.items import (
     Item,
     size_at,
 )
-from dslaunch.config.memory.setup import Frozen, Setup, flat_size, shard, touching
+from dslaunch.config.memory.setup import Frozen, Group, Setup, shard
+from dslaunch.config.memory.tensors import Tensor
 
 REBUILD = "second forward: start"  # DDP knows the order of the gradients only after the first step
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe")
@@ -88,14 +101,13 @@ def _cast_elements(setup: Setup) -> int:
 def _torch(setup: Setup) -> list[Item]:
     """DistributedDataParallel: its buckets are the gradients, and are made anew in the second step."""
     numel = setup.numel
-    largest = max((tensor.numel for tensor in setup.trainable), default=0)
     return [
         Item("frozen weights", frozen_bytes(setup)),
         Item("weights", 4 * numel),
         Item("gradients", 4 * numel),
-        Item("optimizer states", setup.optimizer.states_of(setup.trainable)),
+        Item("optimizer states", tensor_states(setup)),
         Item("DDP's first buckets", 4 * numel if setup.world_size > 1 else 0, (REBUILD,)),
-        Item("optimizer's temporaries", setup.optimizer.temporary * largest, (UPDATE,)),
+        Item("optimizer's temporaries", tensor_update(setup), (UPDATE,)),
     ]
 
 
@@ -104,35 +116,34 @@ def _stage_0(setup: Setup) -> list[Item]:
     low = setup.precision != "fp32"
     waiting = (*gradient_phases(setup), REDUCE, CONVERT, UPDATE)
     fp32 = 8 if setup.optimizer.fused else 4  # FP16_Optimizer also lays them end to end
-    largest = max((tensor.numel for tensor in setup.trainable), default=0)
     return [
         Item("frozen weights", frozen_bytes(setup)),
         Item("weights", e * numel),
         Item("fp32 master weights", 4 * numel if low else 0),
-        Item("optimizer states", setup.optimizer.states_of(setup.trainable)),
+        Item("optimizer states", tensor_states(setup)),
         Item("gradients", e * numel, waiting),
         Item("all-reduce buffer", e * min(numel, _STAGE_0_FLAT), (REDUCE,)),
         Item("fp32 gradients", fp32 * numel if low else 0, (CONVERT, UPDATE)),
-        Item("optimizer's temporaries", setup.optimizer.temporary * largest, (UPDATE,)),
+        Item("optimizer's temporaries", tensor_update(setup), (UPDATE,)),
     ]
 
 
 def _flat_states(setup: Setup) -> list[Item]:
-    flat = flat_size(setup.numel, setup.world_size)
+    flat = flat_elements(setup)
     share = flat // setup.world_size
     return [
         Item("frozen weights", frozen_bytes(setup)),
         Item("weights", setup.bytes_each * flat),
         Item("fp32 master weights", 4 * share),
-        Item("optimizer states", setup.optimizer.states(share)),
+        Item("optimizer states", flat_states(setup)),
     ]
 
 
 def _stage_1_2(setup: Setup, rank: int) -> list[Item]:
-    e, world = setup.bytes_each, setup.world_size
-    share = flat_size(setup.numel, world) // world
+    e = setup.bytes_each
+    share = flat_elements(setup) // setup.world_size
     waiting = gradient_phases(setup)
-    kept = 4 * share if setup.accum_fp32 else e * touching(setup.trainable, world, rank)
+    kept = 4 * share if setup.accum_fp32 else e * touched(setup, rank)
     largest = max((tensor.numel for tensor in setup.trainable), default=0)
     items = _flat_states(setup)
     if setup.zero_stage == 1:
@@ -144,13 +155,21 @@ def _stage_1_2(setup: Setup, rank: int) -> list[Item]:
         items.append(Item("one whole gradient", e * largest, (BACKWARD,)))
     items += bucket_items(setup)
     # In fp32 the flat copy is what the optimizer gets; so it is where gradients were summed in fp32.
-    flat_copy = e * share if e == 2 and not setup.accum_fp32 else 0
+    most, update = largest_flat(setup), flat_update(setup, kept)
     return [
         *items,
-        Item("flat copy of the gradients", flat_copy, (CONVERT,)),
-        Item("fp32 gradients", 4 * share, (UPDATE,) if setup.accum_fp32 else (CONVERT, UPDATE)),
-        Item("optimizer's temporaries", setup.optimizer.temporary * share, (UPDATE,)),
+        Item("gradients of later groups", update.kept, (UPDATE,)),
+        Item("flat copy of the gradients", e * most if e == 2 and not setup.accum_fp32 else 0, (CONVERT,)),
+        *_fp32_gradients(0 if setup.accum_fp32 else most, update),
     ]
+
+
+def _fp32_gradients(converted: int, update: Update) -> list[Item]:
+    """Those of the group that is updated, in one item where one group is the largest in both moments."""
+    name, temporaries = "fp32 gradients", Item("optimizer's temporaries", update.passing, (UPDATE,))
+    if converted == update.numel:
+        return [Item(name, 4 * converted, (CONVERT, UPDATE)), temporaries]
+    return [Item(name, 4 * converted, (CONVERT,)), Item(name, 4 * update.numel, (UPDATE,)), temporaries]
 
 
 def bucket_items(setup: Setup) -> list[Item]:
@@ -169,14 +188,13 @@ def bucket_items(setup: Setup) -> list[Item]:
 
 def _bf16_optimizer(setup: Setup) -> list[Item]:
     """Stage 1 in bf16 with fp32 accumulation is another class of DeepSpeed: BF16_Optimizer."""
-    flat = flat_size(setup.numel, setup.world_size)
-    share = flat // setup.world_size
+    flat = flat_elements(setup)
     waiting = (*gradient_phases(setup), REDUCE, CONVERT, UPDATE)
     return [
         *_flat_states(setup),
         Item("fp32 gradients of the whole model", 4 * flat),
         Item("gradients", setup.bytes_each * setup.numel, waiting),
-        Item("optimizer's temporaries", setup.optimizer.temporary * share, (UPDATE,)),
+        Item("optimizer's temporaries", flat_update(setup).passing, (UPDATE,)),
     ]
 
 
@@ -188,15 +206,10 @@ def _stage_3(setup: Setup) -> list[Item]:
         Item("weights", setup.bytes_each * own),
         *secondary_copies(setup),
         Item("fp32 master weights", 4 * own),
-        Item("optimizer states", setup.optimizer.states(own)),
+        Item("optimizer states", stage_3_states(setup)),
         Item("gradients", setup.accum_bytes * own),
         *stage_3_buffers(setup),
-        Item("fp32 gradients", 4 * group, (CONVERT, UPDATE)),
-        Item(
-            "optimizer's temporaries",
-            update_bytes(setup, 2 if setup.bytes_each == 2 else 0) * group,
-            (UPDATE,),
-        ),
+        *_fp32_gradients(group, stage_3_update(setup, 2 if setup.bytes_each == 2 else 0)),
     ]
 
 
@@ -204,11 +217,6 @@ def update_bytes(setup: Setup, passing: int) -> int:
     """The optimizer's temporaries; where it needs next to none, what the step around it has in passing."""
     cost = setup.optimizer
     return cost.temporary if cost.fused else max(cost.temporary, passing)
-
-
-def stage_3_share(setup: Setup) -> int:
-    """Trained elements of one rank at stage 3: each tensor is divided by itself and rounded up."""
-    return sum(shard(tensor.numel, setup.world_size) for tensor in setup.trainable)
 
 
 def secondary_copies(setup: Setup) -> list[Item]:
@@ -279,16 +287,32 @@ def largest_sub_group(setup: Setup) -> int:
 
 
 def sub_groups(setup: Setup) -> list[list[int]]:
-    """A rank's elements of each tensor, in the groups that are updated at once.
+    """A rank's elements of each tensor, in the groups that are updated at once."""
+    return [[shard(t.numel, setup.world_size) for t in group.tensors] for group in _sub_groups(setup)]
 
-    A group is closed by the tensor with which it reaches sub_group_size (stage3.py, _create_fp16_sub_groups).
-    """
-    groups: list[list[int]] = []
-    current = setup.zero.sub_group_size
-    for tensor in setup.trainable:
-        if current >= setup.zero.sub_group_size:
-            groups.append([])
-            current = 0
-        groups[-1].append(shard(tensor.numel, setup.world_size))
-        current += groups[-1][-1]
-    return groups
+
+def stage_3_update(setup: Setup, passing: int = 0) -> Update:
+    """That of stage 3, by sub-groups; ``passing``: see update_bytes."""
+    found = [Update(0, 0, 0)]
+    for group in _sub_groups(setup):
+        numel = sum(shard(tensor.numel, setup.world_size) for tensor in group.tensors)
+        own = group.cost.in_passing(group.tensors, numel, shared=setup.world_size > 1)
+        found.append(Update(numel, max(own, 0 if group.cost.fused else passing * numel), 0))
+    return max(found, key=lambda update: update.size)
+
+
+def _sub_groups(setup: Setup) -> list[Group]:
+    """A group is closed by the tensor with which it reaches sub_group_size, or by the end of the
+    optimizer's own (stage3.py, _create_fp16_sub_groups)."""
+    found: list[Group] = []
+    for group in setup.groups:
+        tensors: list[Tensor] = []
+        current = 0
+        for tensor in group.tensors:
+            if tensors and current >= setup.zero.sub_group_size:
+                found.append(Group(tuple(tensors), group.cost))
+                tensors, current = [], 0
+            tensors.append(tensor)
+            current += shard(tensor.numel, setup.world_size)
+        found.append(Group(tuple(tensors), group.cost))
+    return found

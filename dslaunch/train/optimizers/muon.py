@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-NOT_MATRICES = ("embed", "lm_head")  # DeepSpeed's rule, by the name of the parameter
+from dslaunch.core.muon_matrices import is_muon_matrix
+
 _STEPS, _COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 
 
@@ -129,7 +130,10 @@ def build_muon(
     Each group is split into matrices and the rest. Its own ``lr`` and ``weight_decay`` come first, then
     ``muon_lr`` or ``adam_lr``, then ``lr``, as DeepSpeed has it (runtime/engine.py ``_muon_param_groups``).
     """
-    matrices = {id(p) for name, p in model.named_parameters() if _is_matrix(name, p)}
+    # At ZeRO-3 a parameter itself is empty; its whole shape is beside it.
+    matrices = {
+        id(p) for name, p in model.named_parameters() if is_muon_matrix(name, getattr(p, "ds_shape", p.shape))
+    }
     usual = {key: params[key] for key in ("lr", "momentum", "betas", "eps", "weight_decay") if key in params}
     rates = {True: params.get("muon_lr"), False: params.get("adam_lr")}
 
@@ -144,11 +148,6 @@ def build_muon(
         return MatrixMomentum(halves, **{"lr": 1e-3, **usual})
 
     return make
-
-
-def _is_matrix(name: str, p: torch.nn.Parameter) -> bool:
-    shape = getattr(p, "ds_shape", p.shape)  # at ZeRO-3 the parameter itself is empty
-    return len(shape) >= 2 and not any(part in name.lower() for part in NOT_MATRICES)
 
 
 def _as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:

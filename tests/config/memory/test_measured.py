@@ -30,6 +30,9 @@ def test_states_are_what_deepspeed_allocates(ops_dir: Path, tmp_path: Path) -> N
             for accumulation in (1, 2):
                 case = f"z{stage} {method} bf16 gas{accumulation}"
                 assert {moment for name, moment in compared if name == case} == MOMENTS
+    for stage in (2, 3):
+        muon = f"z{stage} full bf16 gas1 Muon"
+        assert {moment for name, moment in compared if name == muon} == MOMENTS
     ratio = "z3 full bf16 gas1 optimizer group20000 ratio0.3"
     sides = {"states on the device", "states in the host"}
     assert {moment for name, moment in compared if name == ratio} == sides | {"rest"}

@@ -10,6 +10,7 @@ import pytest
 from dslaunch.config.memory.activations import layer_bytes
 from dslaunch.config.memory.adapter import adapter_tensors, nf4_bytes
 from dslaunch.config.memory.alternatives import nearest_that_fits, rank_alternatives
+from dslaunch.config.memory.flat import touched, touching, worst_rank
 from dslaunch.config.memory.items import CONVERT, UPDATE, size_at
 from dslaunch.config.memory.of_run import optimizer_cost, zero_options
 from dslaunch.config.memory.offload import rank_items
@@ -18,8 +19,6 @@ from dslaunch.config.memory.setup import (
     Setup,
     ZeroOptions,
     flat_size,
-    touching,
-    worst_rank,
 )
 from dslaunch.config.memory.states import sub_groups
 from dslaunch.config.memory.surprises import surprises
@@ -103,8 +102,8 @@ def test_a_rank_keeps_whole_every_tensor_that_reaches_into_its_part() -> None:
     assert [touching(tensors, 1, 0)] == [10]
     for world_size in (1, 2, 3, 5):
         ranks = range(world_size)
-        most = max(touching(tensors, world_size, rank) for rank in ranks)
-        assert touching(tensors, world_size, worst_rank(tensors, world_size)) == most
+        alone = setup(trainable=tensors, world_size=world_size)
+        assert touched(alone, worst_rank(alone)) == max(touching(tensors, world_size, rank) for rank in ranks)
 
 
 def test_checkpointing_and_offload_move_what_they_should() -> None:
