@@ -89,6 +89,7 @@ class Case:
             return subprocess.Popen(
                 [*self.bed.hub(), *self.words(launcher, seconds, talks)], env=environment(),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # of use under nohup, too
             )  # fmt: skip
 
     def wait_for_ranks(self, process: subprocess.Popen[bytes]) -> None:
