@@ -12,6 +12,7 @@ from dslaunch.config.schema import find_key
 from dslaunch.core.finding import Edit, Finding, KeyPath, Severity, key_text
 
 PARENT = "zero_optimization"
+FP32 = ("fp32", "float32", "float", "torch.float32")
 
 # Keys whose "auto" each trainer replaces by its own value (transformers 5.24
 # integrations/deepspeed.py, accelerate accelerator.py and utils/dataclasses.py).
@@ -155,6 +156,22 @@ class Checker:
     def bf16_section(self) -> str:
         """``bf16``, or its old name where only that is written."""
         return "bfloat16" if "bfloat16" in self.config and "bf16" not in self.config else "bf16"
+
+    @property
+    def has_own_accumulator(self) -> bool:
+        """Whether DeepSpeed takes its BF16_Optimizer, which adds gradients up in fp32."""
+        return (
+            self.precision == "bf16"
+            and self.stage == 1
+            and self.get("data_types", "grad_accum_dtype") in FP32
+            and self.offload("offload_optimizer") == "none"
+        )
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the target says that there are CPUs and nothing else."""
+        devices = self.target.devices
+        return bool(devices) and all(device.name == "cpu" for device in devices or ())
 
     def offload(self, name: str) -> str:
         """The device of ``offload_optimizer`` or ``offload_param``; old switches count as cpu."""

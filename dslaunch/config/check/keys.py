@@ -198,6 +198,8 @@ def _guess(checker: Checker, path: KeyPath, name: str, section: str) -> tuple[st
         return "", "tensor parallelism is turned on by autotp_size: the number of ranks"
     if section == "compile" and name in ("enabled", "disable", "backend"):
         return "", "DeepCompile is turned on by compile.deepcompile; a backend is given to engine.compile()"
+    if section in ("optimizer", "scheduler") and name in _arguments(section):
+        return f"{section}.params.{name}", f"{name} belongs in {section}.params"
     generic = f"remove it; `dslaunch explain --list` shows every key{' of ' + section if section else ''}"
     checker.guesses += 1
     if checker.guesses > _MOST_GUESSES:
@@ -219,6 +221,14 @@ def _guess(checker: Checker, path: KeyPath, name: str, section: str) -> tuple[st
     if elsewhere:
         return "", f"did you mean {elsewhere[0]}?"
     return "", generic
+
+
+def _arguments(section: str) -> set[str]:
+    """Every argument that some optimizer, or some schedule, takes."""
+    from dslaunch.config.schema.optimizers import OPTIMIZERS, SCHEDULES
+
+    tables = SCHEDULES.values() if section == "scheduler" else [known.params for known in OPTIMIZERS.values()]
+    return {name for params in tables for name in params}
 
 
 def _is_blocked(checker: Checker, target: str) -> bool:

@@ -12,7 +12,6 @@ from dslaunch.config.check.context import Checker
 _Path = tuple[str, ...]
 
 FP16_MASTERS = ("fp16", "fp16_master_weights_and_grads")
-_FP32 = ("fp32", "float32", "float", "torch.float32")
 
 
 def check_master_weights(checker: Checker) -> None:
@@ -35,7 +34,7 @@ def check_master_weights(checker: Checker) -> None:
         _check_optimizer(checker, on[0], moments=states in on)
     _check_eps(checker)
     _check_immediate(checker, (section, "immediate_grad_update"))
-    if _has_own_accumulator(checker) and (idle := [path for path in on if path[0] == section]):
+    if checker.has_own_accumulator and (idle := [path for path in on if path[0] == section]):
         checker.report_to_remove(
             "ignored",
             "warning",
@@ -77,7 +76,7 @@ def _check_eps(checker: Checker) -> None:
 
 
 def _check_immediate(checker: Checker, path: _Path) -> None:
-    if checker.on(*path) and checker.stage is not None and not _has_own_accumulator(checker):
+    if checker.on(*path) and checker.stage is not None and not checker.has_own_accumulator:
         checker.report_to_remove(
             "ignored",
             "warning",
@@ -85,13 +84,3 @@ def _check_immediate(checker: Checker, path: _Path) -> None:
             "acts at stage 1 with bf16, data_types.grad_accum_dtype fp32 and no offload_optimizer only",
             "remove it",
         )
-
-
-def _has_own_accumulator(checker: Checker) -> bool:
-    """Whether DeepSpeed takes its BF16_Optimizer, which adds gradients up in fp32."""
-    return (
-        checker.precision == "bf16"
-        and checker.stage == 1
-        and checker.get("data_types", "grad_accum_dtype") in _FP32
-        and checker.offload("offload_optimizer") == "none"
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dslaunch.config.check.context import PARENT, Checker
+from dslaunch.config.check.cpu_kernels import check_cpu_kernels
 from dslaunch.config.check.master_weights import check_master_weights
 from dslaunch.core.finding import Edit
 
@@ -26,9 +27,7 @@ def check_precision(checker: Checker) -> None:
         _check_scale(checker)
     elif checker.precision is not None:
         _check_idle_fp16(checker)
-    devices = checker.target.devices
-    on_cpu = bool(devices) and all(device.name == _CPU for device in devices or ())
-    if checker.precision == "fp32" and not on_cpu and not checker.on("torch_autocast", "enabled"):
+    if checker.precision == "fp32" and not checker.on_cpu and not checker.on("torch_autocast", "enabled"):
         hint = "turn bf16 on where the GPUs have it (A100 and newer), else fp16"
         checker.report("fp32", "info", (), "neither bf16 nor fp16 is on: everything is fp32", hint)
     _check_bf16(checker)
@@ -37,6 +36,7 @@ def check_precision(checker: Checker) -> None:
     _check_data_types(checker)
     for device in checker.target.devices or ():
         _check_device(checker, device)
+    check_cpu_kernels(checker)
 
 
 def _check_both(checker: Checker) -> None:
@@ -180,18 +180,29 @@ def _check_autocast(checker: Checker) -> None:
             "float16 with ZeRO: after the first overflow DeepSpeed 0.19.8 skips every step for ever",
             'use "bfloat16", or the fp16 section',
         )
+    path = ("torch_autocast", "lower_precision_safe_modules")
+    names = checker.get(*path)
+    alone = [name for name in names if "." not in name] if isinstance(names, list) else []
+    if alone:
+        message = f'"{alone[0]}" is no class with its module, so that DeepSpeed stops at start'
+        checker.report("range", "error", path, message, f"write its whole name, as torch.nn.{alone[0]}")
 
 
 def _check_data_types(checker: Checker) -> None:
-    short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "half": "fp16", "float": "fp32"}
     sent, wanted = checker.get("communication_data_type"), checker.on(PARENT, "zero_quantized_gradients")
     if sent == "fp16" and checker.precision in ("bf16", "fp32") and not wanted:  # else its kernel takes fp16
         message = f"fp16 overflows where {checker.precision} does not"
         checker.report("risky", "warning", ("communication_data_type",), message, "use fp32, or leave it out")
+    asked = checker.get("data_types", "param_dtype")
+    if asked is not None and checker.precision not in (None, _short(asked)):
+        message = f"{asked}, but the sections fp16 and bf16 say {checker.precision}: DeepSpeed stops at start"
+        checker.report_to_remove(
+            "contradiction", "error", ("data_types", "param_dtype"), message, "leave it out"
+        )
     written = checker.get("data_types", "grad_accum_dtype")
     path = ("data_types", "grad_accum_dtype")
     if written is not None:
-        accumulate = short.get(str(written).removeprefix("torch."), str(written))
+        accumulate = _short(written)
         if checker.stage == 0 and checker.precision not in (None, accumulate):
             checker.report(
                 "grad-accum-dtype",
@@ -214,6 +225,12 @@ def _check_data_types(checker: Checker) -> None:
             "gradients are added up in bf16, which loses small ones over many micro-batches",
             'add "data_types": {"grad_accum_dtype": "fp32"}',
         )
+
+
+def _short(dtype: str) -> str:
+    names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "half": "fp16", "float": "fp32"}
+    plain = str(dtype).removeprefix("torch.")
+    return names.get(plain, plain)
 
 
 def _check_device(checker: Checker, device: Device) -> None:
@@ -247,8 +264,4 @@ def _check_device(checker: Checker, device: Device) -> None:
             (checker.bf16_section, "enabled"),
             f"{device}: gradients are added up over the ranks in bf16, one rank after another",
             'add "communication_data_type": "fp32"',
-        )
-    if checker.on("aio", "use_gds") and device.name == _CPU:
-        checker.report(
-            "device", "error", ("aio", "use_gds"), "GPU direct storage needs a CUDA device", "use false"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from dslaunch.config.check.context import FILLED, Checker
@@ -30,6 +31,7 @@ _MAY_BE_NULL = {
 }  # fmt: skip
 # DeepSpeed itself gives "auto" a meaning here.
 _OWN_AUTO = ("pipeline.", "expert_parallel.", "zero_optimization.zenflow.", "data_types.keep_in_fp32_modules")
+_DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 _TRUE = {"true", "yes", "on", "1", "t", "y"}
 _FALSE = {"false", "no", "off", "0", "f", "n"}
 # Upper and lower case are one to DeepSpeed here.
@@ -37,6 +39,7 @@ _ANY_CASE = (
     "communication_data_type",
     "seq_parallel_communication_data_type",
     "gradient_allreduce_op",
+    "log_level",
     "checkpoint.",
 )
 
@@ -172,21 +175,28 @@ def _check_number(checker: Checker, path: KeyPath, key: Key, value: Any) -> None
 
 
 def _check_range(checker: Checker, path: KeyPath, key: Key, value: int | float) -> None:
-    if (broken := _broken(key, value)) is None:
+    if (broken := broken_bound(key.range, value)) is None or _idle(checker, key):
         return
     if broken[0] in "<>":
-        message = f"{value} is out of range: it must be {_words(broken)}"
+        message = f"{value} is out of range: it must be {in_words(broken)}"
         checker.report("range", "error", path, message, _default_hint(key))
     else:
         checker.report("range", "error", path, f"{value} is not one of {broken}", "choose one of them")
 
 
-def _broken(key: Key, value: int | float) -> str | None:
+def _idle(checker: Checker, key: Key) -> bool:
+    """Whether DeepSpeed never looks at the value: a dynamic scale's, and there is none."""
+    if key.section != "fp16" or key.name not in _DYNAMIC:
+        return False
+    return checker.precision in ("bf16", "fp32") or bool(checker.number("fp16", "loss_scale"))
+
+
+def broken_bound(bounds: Sequence[str], value: int | float | str) -> str | None:
     """The bound that ``value`` breaks, or the choices that it is not among; None where it is in range."""
-    choices = [bound for bound in key.range if bound[0] not in "<>"]
+    choices = [bound for bound in bounds if bound[0] not in "<>"]
     if choices and str(value) not in choices:
         return ", ".join(choices)
-    for bound in key.range:
+    for bound in bounds:
         sign = bound[:2] if bound[:2] in _COMPARE else bound[0]
         if sign in _COMPARE and not _COMPARE[sign](value, float(bound[len(sign) :])):
             return bound
@@ -194,11 +204,11 @@ def _broken(key: Key, value: int | float) -> str | None:
 
 
 def _if_in_range(key: Key, value: int | float | None) -> int | float | None:
-    return value if value is not None and _broken(key, value) is None else None
+    return value if value is not None and broken_bound(key.range, value) is None else None
 
 
 def _range_hint(key: Key) -> str:
-    bounds = [_words(bound) for bound in key.range if bound[0] in "<>"]
+    bounds = [in_words(bound) for bound in key.range if bound[0] in "<>"]
     return f"it must be {' and '.join(bounds)}; {_default_hint(key)}" if bounds else _default_hint(key)
 
 
@@ -207,7 +217,8 @@ def _default_hint(key: Key) -> str:
     return f"the default is {key.default}" if known else "write such a value, or remove the key"
 
 
-def _words(bound: str) -> str:
+def in_words(bound: str) -> str:
+    """``>=0`` -> ``at least 0``."""
     sign = bound[:2] if bound[:2] in _COMPARE else bound[0]
     word = {">=": "at least", "<=": "at most", ">": "greater than", "<": "less than"}[sign]
     return f"{word} {bound[len(sign) :]}"

@@ -7,11 +7,12 @@ from typing import Any
 from dslaunch.config.check.context import PARENT, Checker
 from dslaunch.config.check.keys import parse_version
 from dslaunch.config.check.nvme import check_nvme
+from dslaunch.config.check.other_sections import check_other_sections
+from dslaunch.config.check.zenflow import check_compute_norm, check_zenflow
 from dslaunch.config.check.zeropp import check_zeropp
 from dslaunch.config.schema import Key, find_key, section_keys
 from dslaunch.core.finding import Edit, KeyPath
 
-_CLIPS_SINCE = (0, 19, 3)  # before it, clipping that is not written is off
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _NVME_KEYS = (
     "nvme_path",
@@ -36,7 +37,10 @@ def check_zero(checker: Checker) -> None:
     _check_saving(checker)
     _check_reduction(checker)
     _check_overlap(checker)
-    _check_others(checker)
+    check_zenflow(checker)
+    check_compute_norm(checker)
+    _check_names(checker)
+    check_other_sections(checker)
 
 
 def _check_stages(checker: Checker) -> None:
@@ -167,19 +171,6 @@ def _check_requirements(checker: Checker) -> None:
             "no optimizer section: DeepSpeed stops unless the script's optimizer is DeepSpeed's CPU Adam",
             "add an optimizer section (AdamW), or zero_force_ds_cpu_optimizer: false",
         )
-    norm = checker.get(PARENT, "compute_grad_norm")
-    if norm is False and checker.stage in (0, 3):
-        checker.report(
-            "stage", "error", (PARENT, "compute_grad_norm"), "false is allowed at stages 1 and 2 only"
-        )
-    elif norm is False and (checker.number("gradient_clipping") or 0) > 0:
-        checker.report(
-            "contradiction",
-            "warning",
-            (PARENT, "compute_grad_norm"),
-            "false while gradient_clipping is on",
-            "set one",
-        )
     if checker.on(PARENT, "legacy_stage1"):
         checker.report(
             "removed-key", "error", (PARENT, "legacy_stage1"), "the old stage 1 is gone", "remove it"
@@ -258,52 +249,26 @@ def _check_overlap(checker: Checker) -> None:
         )
 
 
-def _check_others(checker: Checker) -> None:
-    block = "activation_checkpointing"
-    if checker.on(block, "contiguous_memory_optimization"):
-        for other in ("number_checkpoints", "partition_activations"):
-            if not checker.get(block, other):
-                checker.report(
-                    "needs",
-                    "warning",
-                    (block, "contiguous_memory_optimization"),
-                    f"needs {other}; DeepSpeed's checkpointing stops without it",
-                    f"set {other}, or turn it off",
-                )
-    if checker.on("wall_clock_breakdown"):
+def _check_names(checker: Checker) -> None:
+    """A key under two names, and a size that stages 1 and 2 take in even numbers only."""
+    block = checker.block(PARENT)
+    for key in section_keys(PARENT).values():
+        if key.also and {key.name, key.also} <= set(block):
+            checker.report_to_remove(
+                "old-and-new",
+                "error",
+                (PARENT, key.also),
+                f"is another name of {key.name}, which is there too: DeepSpeed refuses both together",
+                "keep one of the two",
+            )
+    size = checker.number(PARENT, "allgather_bucket_size")
+    if size and size % 2 and checker.stage in (1, 2) and not checker.has_own_accumulator:
         checker.report(
-            "slow",
-            "info",
-            ("wall_clock_breakdown",),
-            "its timers wait for the device and slow training",
-            "turn it off once you have measured",
+            "range",
+            "error",
+            (PARENT, "allgather_bucket_size"),
+            f"{size} is odd, and DeepSpeed takes even numbers alone at stages 1 and 2",
+            f"write {size + 1}",
+            fix=f"write {size + 1}",
+            edits=(Edit("set", (PARENT, "allgather_bucket_size"), size + 1),),
         )
-    if not checker.has(PARENT):
-        wanted = checker.target.reader == "accelerate"
-        checker.report(
-            "unsharded",
-            "error" if wanted else "info",
-            (),
-            "zero_optimization is not written"
-            + (", and accelerate stops" if wanted else ": nothing is sharded (stage 0)"),
-            'add "zero_optimization": {"stage": 2}',
-        )
-    if not checker.has("gradient_clipping"):
-        version = checker.target.version
-        does = "clips at 1.0" if parse_version(version) >= _CLIPS_SINCE else "does not clip"
-        checker.report(
-            "clipping-default",
-            "info",
-            (),
-            f"gradient_clipping is not written: DeepSpeed {version} then {does}",
-            "write it, 0 for no clipping",
-        )
-    if isinstance(checker.get("comet", "api_key"), str):
-        checker.report(
-            "secret", "warning", ("comet", "api_key"), "a key stands in the file", "use COMET_API_KEY"
-        )
-    for name in ("dynamic_batching", "curriculum_learning"):
-        path = ("data_efficiency", "data_sampling", name)
-        needed = {"dynamic_batching": "max_tokens", "curriculum_learning": "curriculum_metrics"}[name]
-        if checker.on(*path, "enabled") and needed not in checker.block(*path):
-            checker.report("needs", "error", (*path, "enabled"), f"needs {needed}", f"set {needed}")

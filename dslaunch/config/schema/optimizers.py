@@ -164,10 +164,44 @@ SCHEDULES: Mapping[str, frozenset[str]] = {
         ]
     ),
 }
-NEEDED = {
+# torch's, by the exact name. Those that want a function or other schedules have arguments that no JSON holds.
+_CYCLE = "cycle_momentum base_momentum max_momentum last_epoch"
+TORCH_SCHEDULES: Mapping[str, frozenset[str]] = {
+    "ChainedScheduler": _words("schedulers"),
+    "ConstantLR": _words("factor total_iters last_epoch"),
+    "CosineAnnealingLR": _words("T_max eta_min last_epoch"),
+    "CosineAnnealingWarmRestarts": _words("T_0 T_mult eta_min last_epoch"),
+    "CyclicLR": _words(f"base_lr max_lr step_size_up step_size_down mode gamma scale_fn scale_mode {_CYCLE}"),
+    "ExponentialLR": _words("gamma last_epoch"),
+    "LambdaLR": _words("lr_lambda last_epoch"),
+    "LinearLR": _words("start_factor end_factor total_iters last_epoch"),
+    "MultiStepLR": _words("milestones gamma last_epoch"),
+    "MultiplicativeLR": _words("lr_lambda last_epoch"),
+    "OneCycleLR": _words(
+        "max_lr total_steps epochs steps_per_epoch pct_start anneal_strategy div_factor final_div_factor"
+        f" three_phase {_CYCLE}"
+    ),
+    "PolynomialLR": _words("total_iters power last_epoch"),
+    "ReduceLROnPlateau": _words("mode factor patience threshold threshold_mode cooldown min_lr eps"),
+    "SequentialLR": _words("schedulers milestones last_epoch"),
+    "StepLR": _words("step_size gamma last_epoch"),
+}
+NO_JSON = ("lr_lambda", "schedulers", "scale_fn")
+NEEDED: Mapping[str, tuple[str, ...]] = {
     "WarmupDecayLR": ("total_num_steps",),
     "WarmupCosineLR": ("total_num_steps",),
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+    "ChainedScheduler": ("schedulers",),
+    "CosineAnnealingLR": ("T_max",),
+    "CosineAnnealingWarmRestarts": ("T_0",),
+    "CyclicLR": ("base_lr", "max_lr"),
+    "ExponentialLR": ("gamma",),
+    "LambdaLR": ("lr_lambda",),
+    "MultiStepLR": ("milestones",),
+    "MultiplicativeLR": ("lr_lambda",),
+    "OneCycleLR": ("max_lr",),
+    "SequentialLR": ("schedulers", "milestones"),
+    "StepLR": ("step_size",),
 }
 
 
