@@ -65,8 +65,8 @@ def check_other_sections(checker: Checker) -> None:
         checker.report(
             "secret", "warning", ("comet", "api_key"), "a key stands in the file", "use COMET_API_KEY"
         )
-    for path, wanted in _DATA.items():
-        if checker.on(*path, "enabled"):
-            for needed in [key for key in wanted if key not in checker.block(*path)]:
-                checker.report("needs", "error", (*path, "enabled"), f"needs {needed}", f"set {needed}")
+    for section, keys in _DATA.items():
+        if checker.on(*section, "enabled"):
+            for needed in [key for key in keys if key not in checker.block(*section)]:
+                checker.report("needs", "error", (*section, "enabled"), f"needs {needed}", f"set {needed}")
     check_experts(checker)
