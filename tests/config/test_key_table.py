@@ -17,7 +17,14 @@ from dslaunch.config.schema import (
     section_keys,
 )
 from dslaunch.config.schema.arguments import argument_table
-from dslaunch.config.schema.optimizers import GONE_OPTIMIZERS, NEEDED, OPTIMIZERS, SCHEDULES, VARIANTS
+from dslaunch.config.schema.optimizers import (
+    GONE_OPTIMIZERS,
+    NEEDED,
+    OPTIMIZERS,
+    SCHEDULES,
+    TORCH_SCHEDULES,
+    VARIANTS,
+)
 from dslaunch.config.zero import ACTING_STAGES
 
 
@@ -197,11 +204,13 @@ def test_tested_optimizers_are_deepspeeds_list() -> None:
 
 
 def test_schedules_have_the_arguments_of_the_table() -> None:
+    import torch
     from deepspeed.runtime import lr_schedules
 
     assert set(SCHEDULES) == set(lr_schedules.VALID_LR_SCHEDULES)
-    for name, params in SCHEDULES.items():
-        constructor = getattr(lr_schedules, name)
+    assert set(TORCH_SCHEDULES) == set(torch.optim.lr_scheduler.__all__) - {"LRScheduler"}
+    for name, params in {**SCHEDULES, **TORCH_SCHEDULES}.items():
+        constructor = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
         assert params == arguments(constructor), name
         required = [
             parameter.name

@@ -10,6 +10,7 @@ from typing import Any
 
 from dslaunch.config.check.context import FILLED, Checker
 from dslaunch.config.check.values import broken_bound, in_words, to_number
+from dslaunch.config.schema.optimizers import NO_JSON
 from dslaunch.config.schema.other_names import OTHER_NAMES
 from dslaunch.core.finding import Edit
 
@@ -148,7 +149,7 @@ def _report_unknown(checker: Checker, path: tuple[str, str, str], name: str, kno
 
 def _check_argument(checker: Checker, path: tuple[str, str, str], name: str, value: Any) -> None:
     section, _, key = path
-    if path in checker.bad:
+    if path in checker.bad or key in NO_JSON:
         return
     kind = _kind(key, name)
     if value is None:

@@ -27,7 +27,7 @@ _NAMES = {
 _MAY_BE_NULL = {
     "bf16", "aio", "checkpoint.writer", "autotuning.model_info", "zero_optimization.offload_param",
     "zero_optimization.offload_optimizer", "zero_optimization.zenflow", "zero_optimization.leaf_module",
-    "tensor_parallel.partition_config", "optimizer.type", "scheduler.type",
+    "tensor_parallel.partition_config", "optimizer.type", "optimizer.params", "scheduler.type",
 }  # fmt: skip
 # DeepSpeed itself gives "auto" a meaning here.
 _OWN_AUTO = ("pipeline.", "expert_parallel.", "zero_optimization.zenflow.", "data_types.keep_in_fp32_modules")

@@ -252,8 +252,8 @@ def _check_overlap(checker: Checker) -> None:
 def _check_names(checker: Checker) -> None:
     """A key under two names, and a size that stages 1 and 2 take in even numbers only."""
     block = checker.block(PARENT)
-    for key in section_keys(PARENT).values():
-        if key.also and {key.name, key.also} <= set(block):
+    for name, key in section_keys(PARENT).items():
+        if name == key.also and {key.name, key.also} <= set(block):
             checker.report_to_remove(
                 "old-and-new",
                 "error",

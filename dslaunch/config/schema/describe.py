@@ -8,7 +8,7 @@ from typing import Any
 
 from dslaunch.config.schema import VERSION, VERSIONS, Key, find_key, key_table, nearest_keys, section_keys
 from dslaunch.config.schema.arguments import Argument
-from dslaunch.config.schema.optimizers import OPTIMIZERS, SCHEDULES
+from dslaunch.config.schema.optimizers import OPTIMIZERS, SCHEDULES, TORCH_SCHEDULES
 from dslaunch.core.errors import ConfigError
 
 _TYPES = {
@@ -56,7 +56,7 @@ def describe(key: Key) -> list[str]:
     if key.path == "optimizer.params":
         lines += ["", *_arguments({found.name: found.params for found in OPTIMIZERS.values()})]
     if key.path == "scheduler.params":
-        lines += ["", *_arguments(dict(SCHEDULES))]
+        lines += ["", *_arguments({**SCHEDULES, **TORCH_SCHEDULES})]
     return lines
 
 
