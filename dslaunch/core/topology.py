@@ -98,6 +98,14 @@ def span(ranks: Sequence[int], limit: int | None = None) -> str:
     return ", ".join(words) + (f" and {more} more" if more else "")
 
 
+def without_rank(text: bytes, rank: int) -> bytes:
+    """What ``rank`` wrote, with its own number (``rank 3``, ``[rank3]``, ``RANK=3``) as a star.
+
+    So that what many ranks say alike is found: torch puts the number into each line.
+    """
+    return re.sub(rb"(?i)\b(rank\W{0,2})%d\b" % rank, rb"\1*", text)
+
+
 def local_topology(num_ranks: int) -> Topology:
     """A topology of this machine alone, with slots 0 .. num_ranks-1."""
     return Topology(hosts=(Host(name="localhost", slots=tuple(str(i) for i in range(num_ranks))),))

@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dslaunch.core.topology import span
+from dslaunch.core.topology import span, without_rank
 
 Write = Callable[[bytes, "Callable[[], None] | None"], None]
 NEVER = float("inf")
@@ -78,8 +78,7 @@ class LineFolder:
 
     def add(self, host: str, rank: int, text: bytes, on_written: Callable[[], None], now: float) -> None:
         """One line of one rank, without its end."""
-        # Torch puts the rank's own number into its lines.
-        key = re.sub(rb"(?i)\b(rank\W{0,2})%d\b" % rank, rb"\1*", text)
+        key = without_rank(text, rank)
         line = self._waiting.get(key)
         if line is None:
             line = self._waiting[key] = _Line(text, now + self._wait_s(key, now))

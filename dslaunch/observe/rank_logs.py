@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.run_dir import RunDir
-from dslaunch.core.topology import span
+from dslaunch.core.topology import span, without_rank
 
 _CHUNK = 1 << 16
 _POLL_S = 0.2
@@ -81,11 +81,11 @@ def _shown(line: bytes) -> str:
 
 
 def group_tails(tails: Mapping[int, Tail]) -> list[tuple[list[int], tuple[str, ...]]]:
-    """Ranks and their last lines; ranks that say the same are one group."""
-    groups: dict[tuple[str, ...], list[int]] = {}
+    """Ranks and their last lines; ranks that say the same but for their own number are one group."""
+    groups: dict[bytes, list[int]] = {}
     for rank, tail in tails.items():
-        groups.setdefault(tail.lines, []).append(rank)
-    return [(members, lines) for lines, members in groups.items()]
+        groups.setdefault(without_rank("\n".join(tail.lines).encode(), rank), []).append(rank)
+    return [(members, tails[members[0]].lines) for members in groups.values()]
 
 
 def follow(

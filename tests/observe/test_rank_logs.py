@@ -52,10 +52,10 @@ def test_of_a_line_without_end_the_end_is_read(tmp_path: Path) -> None:
 
 
 def test_ranks_that_say_the_same_are_one_group(tmp_path: Path) -> None:
-    write(tmp_path, r0="a\n", r1="b\n", r2="a\n", r10="a\n")
+    write(tmp_path, r0="a: rank 0\n", r1="a: rank 0\n", r2="a: rank 2\n", r10="a: rank 10\n")
     assert find_ranks(tmp_path) == [0, 1, 2, 10]
     tails = read_tails(tmp_path, [0, 1, 2, 10], 5, finished=False)
-    assert group_tails(tails) == [([0, 2, 10], ("a",)), ([1], ("b",))]
+    assert group_tails(tails) == [([0, 2, 10], ("a: rank 0",)), ([1], ("a: rank 0",))]
     assert span([0, 1, 2, 4, 7, 8]) == "0-2, 4, 7-8"
 
 
