@@ -199,6 +199,7 @@ def _examine(case: _Case, timeout_s: float) -> Report:
         devices=frozenset(case.hosts.devices or ()),
         cwd=case.launch.cwd,
         is_trainer=case.ds_config is not None,
+        master_chosen=case.launch.master_addr is not None,
     )
     locks = {lock.path for one in probed if one.facts for lock in one.facts.locks}
     findings += find_problems(probed, inventories, wanted, held_here(locks))

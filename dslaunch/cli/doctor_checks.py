@@ -42,12 +42,14 @@ class Wanted:
     """What is to run there. ``is_trainer``: our own, from a run file; else any script.
 
     ``devices``: those that the plan is for; empty where it names none. ``cwd``: where ranks start.
+    ``master_chosen``: the user gave the address at which they meet.
     """
 
     device_type: str
     devices: frozenset[Device]
     cwd: str
     is_trainer: bool
+    master_chosen: bool = False
 
 
 def find_problems(
@@ -80,7 +82,7 @@ def find_problems(
             _check_network(say, one, probed)
             if (problem := clock_problem(one.skew_s - median(skews))) is not None:
                 say.warn("clock", problem, CLOCK_HINT)
-    found += [*_one_machine(probed, wanted), *_differing_versions(probed)]
+    found += [*_one_machine(probed, wanted), *_ways(probed, wanted), *_differing_versions(probed)]
     return found
 
 
@@ -258,13 +260,6 @@ def _check_network(say: _Sayer, one: Probed, probed: Sequence[Probed]) -> None:
     assert facts is not None
     if one.meet_problem is not None:
         say.fail("address", *one.meet_problem)
-    if one.unreached is not None and first.meets_at is not None:
-        addr, port = first.meets_at
-        say.fail(
-            "connection",
-            f"cannot reach {first.host.name} at {addr} port {port}: {one.unreached}",
-            "open the firewall between the hosts, or give the address on another network: --master-addr",
-        )
     if one is not first and (addresses := facts.addresses.get(first.host.name)):
         _check_name_of_first(say, addresses, first)
     if facts.own_addresses and all(map(_is_loopback, facts.own_addresses)):
@@ -287,6 +282,18 @@ def _check_name_of_first(say: _Sayer, addresses: Sequence[str], first: Probed) -
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
+
+
+def _ways(probed: Sequence[Probed], wanted: Wanted) -> Iterator[HostFinding]:
+    """Hosts that do not reach the first one, or the first where none does."""
+    from dslaunch.launch.preflight import way_doubts
+
+    unreached = {one.host.name: one.unreached for one in probed if one.unreached is not None}
+    if probed[0].meets_at is None or not unreached:
+        return
+    names = [one.host.name for one in probed if one.facts]
+    for name, doubt in way_doubts(names, probed[0].meets_at, unreached, chosen=wanted.master_chosen).items():
+        yield HostFinding(doubt.code, "error", name, doubt.message, doubt.hint)
 
 
 def _one_machine(probed: Sequence[Probed], wanted: Wanted) -> Iterator[HostFinding]:

@@ -228,6 +228,28 @@ def one_machine_doubt(first: str, slot: str) -> Doubt:
     )
 
 
+def way_doubts(
+    names: Sequence[str], where: tuple[str, int], unreached: Mapping[str, str], *, chosen: bool
+) -> dict[str, Doubt]:
+    """Host -> what is wrong with the way to the first of ``names``, the hosts that were to meet at ``where``.
+
+    ``unreached``: why some did not get there; where none of several did, it is the first host's matter.
+    ``chosen``: the user gave the address.
+    """
+    first, *others = names
+    at = f"at {where[0]} port {where[1]}"
+    hint = "leave --master-addr (cluster.master_addr) out, or give one of the first host's addresses"
+    if not chosen:
+        hint = "open the firewall between the hosts, or give the address on another network: --master-addr"
+    if 1 < len(others) == len(unreached):
+        why = ", ".join(dict.fromkeys(unreached.values()))
+        return {first: Doubt("connection", f"no other host reaches it {at}: {why}", hint)}
+    return {
+        name: Doubt("connection", f"cannot reach {first} {at}: {problem}", hint)
+        for name, problem in unreached.items()
+    }
+
+
 # --- of one host; what doctor says too ----------------------------------------------------------------
 
 

@@ -23,7 +23,14 @@ from dslaunch.launch.container import enter_words
 from dslaunch.launch.jit_cache import held_here
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.orders import build_orders, common_orders, is_elsewhere, way_to
-from dslaunch.launch.preflight import ReadyHost, find_doubts, given_twice, one_machine_doubt, ready_host
+from dslaunch.launch.preflight import (
+    ReadyHost,
+    find_doubts,
+    given_twice,
+    one_machine_doubt,
+    ready_host,
+    way_doubts,
+)
 from dslaunch.launch.text import said
 from dslaunch.launch.verdict import describe_code
 
@@ -127,6 +134,7 @@ class Startup:
         self._ready: dict[int, dict[str, Any]] = {}
         self._ready_hosts: dict[int, ReadyHost] = {}
         self._asked_to_reach = False
+        self._unreached: dict[int, str] = {}
         self._unusable: dict[str, tuple[str, str | None]] = {}
 
     def equip(
@@ -212,12 +220,7 @@ class Startup:
     def note_reached(self, link: AgentLink, problem: str | None) -> None:
         self._awaited.discard(self._node_ranks[link])
         if problem is not None:
-            addr, port = self.meeting_point()
-            hint = (
-                "open the firewall between the hosts, or give the address on another network: --master-addr"
-            )
-            first = self.plan.topology.hosts[0].name
-            self.note_unusable(link, f"cannot reach {first} at {addr} port {port}: {problem}", hint)
+            self._unreached[self._node_ranks[link]] = problem
 
     def note_unusable(self, link: AgentLink, why: str, hint: str | None) -> None:
         node_rank = self._node_ranks[link]
@@ -267,6 +270,7 @@ class Startup:
             return False
         if not self._asked_to_reach and self.plan.device_type != "cpu":
             self._refuse_what_is_given_twice()
+        self._judge_the_ways()
         if self._unusable:
             return True
         if not self._asked_to_reach and self.plan.topology.num_nodes > 1:
@@ -289,6 +293,18 @@ class Startup:
         for node_rank, host in ready if twice else ():
             if host.name in twice:
                 doubt = one_machine_doubt(*twice[host.name])
+                self.note_unusable(self._links[node_rank], doubt.message, doubt.hint)
+
+    def _judge_the_ways(self) -> None:
+        """Whose fault it is that some did not reach the first host."""
+        if not self._unreached:
+            return
+        hosts = self.plan.topology.hosts
+        unreached = {hosts[node_rank].name: why for node_rank, why in sorted(self._unreached.items())}
+        chosen = self.plan.master_addr is not None
+        doubts = way_doubts([host.name for host in hosts], self.meeting_point(), unreached, chosen=chosen)
+        for node_rank in (0, *self._unreached):
+            if (doubt := doubts.get(hosts[node_rank].name)) is not None:
                 self.note_unusable(self._links[node_rank], doubt.message, doubt.hint)
 
     def _start_ranks(self) -> None:

@@ -178,6 +178,13 @@ def test_the_way_to_the_first_host() -> None:
     (found,) = with_fault({}, unreached="No route to host")
     assert found.message == "cannot reach a at 10.0.0.1 port 29500: No route to host"
     assert "--master-addr" in (found.hint or "")
+    hosts = [fine("a"), *(replace(fine(name), unreached="No route to host") for name in "bc")]
+    (found,) = find_problems(hosts, dict.fromkeys(NODES, A100S), WANTED)  # then it is that of the first
+    assert (found.host, found.message) == (
+        "a",
+        "no other host reaches it at 10.0.0.1 port 29500: No route to host",
+    )
+    assert hosts_to_exclude(hosts, [found]) == ("a",)
 
 
 def report(probed: list[Probed]) -> Report:

@@ -17,6 +17,7 @@ from dslaunch.launch.preflight import (
     find_doubts,
     given_twice,
     ready_host,
+    way_doubts,
 )
 
 FINE = Surroundings(
@@ -110,6 +111,18 @@ def test_one_machine_under_several_names() -> None:
         (Host(name="e", slots=("0",)), ""), (Host(name="f", slots=("3", "2", "1")), "x"),
     ])  # fmt: skip
     assert found == {"f": ("b", "2")}  # where they say nothing of themselves, nothing is known
+
+
+def test_a_way_that_none_has_is_the_first_hosts_matter() -> None:
+    def found(*unreached: str, names: str = "abc", chosen: bool = False) -> dict[str, str]:
+        doubts = way_doubts(names, ("10.0.0.1", 29500), dict.fromkeys(unreached, "timed out"), chosen=chosen)
+        return {name: doubt.message for name, doubt in doubts.items()}
+
+    assert found("c") == {"c": "cannot reach a at 10.0.0.1 port 29500: timed out"}
+    assert found("b", "c") == {"a": "no other host reaches it at 10.0.0.1 port 29500: timed out"}
+    assert list(found("b", names="ab")) == ["b"]  # of two it may be either
+    doubts = way_doubts("abc", ("10.0.0.9", 1), {"b": "timed out"}, chosen=True)
+    assert doubts["b"].hint.startswith("leave --master-addr (cluster.master_addr) out")
 
 
 def test_gpus_of_another_kind_than_the_plan_is_for() -> None:

@@ -137,6 +137,15 @@ def test_gpus_of_other_kinds_and_numbers(bed: Testbed, over: Over) -> None:
     assert not Path("ran").exists()
 
 
+def test_an_address_that_is_not_the_first_hosts(bed: Testbed, over: Over) -> None:
+    code, _, err = over("touch('ran')", "--master-addr", bed.address("node2")).wait()
+    assert code == 3
+    assert f"host node1: no other host reaches it at {bed.address('node2')} port" in err
+    assert "hint: leave --master-addr (cluster.master_addr) out, or give one of the first host's" in err
+    assert "what cannot be used: --exclude node1\n" in err
+    assert not Path("ran").exists()
+
+
 def test_login_noise_does_no_harm(bed: Testbed, over: Over) -> None:
     """Nor does a limit that a login sets, which is told."""
     daemon = "sleep 299 >/dev/null 2>&1 </dev/null &"
