@@ -90,6 +90,12 @@ def _load_plan(run_dir: Path) -> RunPlan:
     from dslaunch.launch.record import load_recorded_plan, move_plan
 
     path = RunDir(run_dir).plan
+    if not path.is_file() and RunDir(run_dir).kept_steps():
+        raise ConfigError(
+            f"{run_dir} is the run_dir of a loop of your own: dslaunch cannot build its model",
+            hint="in a script that makes the same engine: from dslaunch.train.replay.own_loop import replay;"
+            f" replay(engine, '{run_dir}/nonfinite/step-{RunDir(run_dir).kept_steps()[-1]}')",
+        )
     if not path.is_file():
         raise ConfigError(
             f"{run_dir} holds no run: there is no plan.json in it",

@@ -13,6 +13,9 @@ The message is one sentence that says what is wrong, the value and where
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 EXIT_OK = 0
 EXIT_NO = 1
 EXIT_USAGE = 2
@@ -73,6 +76,7 @@ class Diverged(DslaunchError):
     """The numbers of the training are broken; going on would waste time.
 
     ``verdict``: the kind, as in the run's events. ``step`` counts from 1; None: before the first.
+    ``culprit``: who made the first nan or inf, where that was looked for: module, parameter, rank, samples.
     """
 
     exit_code = EXIT_DIVERGED
@@ -83,6 +87,7 @@ class Diverged(DslaunchError):
         super().__init__(message, hint=hint)
         self.verdict = verdict
         self.step = step
+        self.culprit: Mapping[str, Any] | None = None
 
 
 class LaunchFailed(DslaunchError):

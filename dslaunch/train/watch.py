@@ -253,6 +253,7 @@ class Watch:
                 "kind": error.verdict,
                 "verdict": error.message,
                 "advice": error.hint,
+                **({} if error.culprit is None else {"culprit": error.culprit}),
                 "precision": self._precision,
                 "skipped_in_a_row": self._skipped_in_a_row,
                 "steps": [asdict(step) for step in self._steps],

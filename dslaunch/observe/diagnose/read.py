@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,18 @@ from dslaunch.core.run_dir import RunDir
 from dslaunch.observe.diagnose.course import Course, Setting, scale_course
 from dslaunch.observe.diagnose.facts import Place
 from dslaunch.observe.diagnose.rows import RowReader, add_rows
+from dslaunch.observe.diagnose.run_files import (
+    config_settings,
+    read_culprit,
+    read_own_loop,
+    read_run,
+    tells_of_steps,
+)
 from dslaunch.observe.diagnose.series import Series
-from dslaunch.observe.diagnose.shapes import Record, parse
+from dslaunch.observe.diagnose.shapes import parse
 from dslaunch.observe.diagnose.source import STDIN, LogFile
 from dslaunch.observe.diagnose.story import Story
-from dslaunch.observe.diagnose.verdicts import OWN_VERDICTS, Verdict, judge
+from dslaunch.observe.diagnose.verdicts import Verdict, judge
 
 SCHEMA_VERSION = 1
 _NOT_FINITE = {
@@ -31,19 +36,9 @@ _NOT_FINITE = {
     "loss_nan",
 }  # what a replay can explain
 _RANK_IN_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
-_OWN_LOOP = (
-    "there is no metrics.jsonl: this is what the engine told of a loop of your own, without losses and norms"
-)
 _QUIET_LOOP = (
     "an engine in a loop of your own tells events.jsonl of skipped steps, moves of the scale and verdicts: "
     "there were none; losses are in what your script printed"
-)
-_FP16_KEYS = (
-    "loss_scale_window",
-    "hysteresis",
-    "min_loss_scale",
-    "consecutive_hysteresis",
-    "initial_scale_power",
 )
 
 
@@ -62,6 +57,7 @@ class Diagnosis:
     loss: Series
     norm: Series
     verdicts: tuple[Verdict, ...]
+    culprit: Mapping[str, Any] | None = None
 
     @property
     def is_wrong(self) -> bool:
@@ -80,6 +76,7 @@ class Diagnosis:
                 "num_overflows": self.num_overflows,
                 "num_skipped": self.num_skipped,
                 "verdicts": [_verdict_json(verdict) for verdict in self.verdicts],
+                "culprit": self.culprit,
                 "settings": {name: asdict(setting) for name, setting in course.settings.items()},
                 "growths": [asdict(growth) for growth in course.growths],
                 "loss_scale": {
@@ -120,18 +117,30 @@ def diagnose(paths: Sequence[str], stated: Mapping[str, float] | None = None) ->
 
 
 def _with_replay(found: Diagnosis, paths: Sequence[str]) -> Diagnosis:
-    """Where the run kept the step that ended it, that is what to look at next."""
-    if len(paths) != 1 or not (steps := RunDir(Path(paths[0])).kept_steps()):
+    """Who made the first nan or inf, where that was traced; else, where the step was kept, how to look."""
+    run = RunDir(Path(paths[0]))
+    culprit = read_culprit(run) if len(paths) == 1 else None
+    steps = run.kept_steps() if len(paths) == 1 else ()
+    if culprit is not None:
+        where = f"; all of it is in {culprit['report']}" if culprit.get("report") else ""
+        words = f"traced: {culprit['message']}{where}. Then "
+    elif steps:
+        words = _how_to_replay(run, steps[-1])
+    else:
         return found
-    command = f"dslaunch replay {quote(paths[0])}"
-    words = f"{command}: step {steps[-1]} was kept, and that names the module, rank and samples. Then "
-    return replace(
-        found,
-        verdicts=tuple(
-            replace(verdict, next=words + verdict.next) if verdict.name in _NOT_FINITE else verdict
-            for verdict in found.verdicts
-        ),
+    verdicts = tuple(
+        replace(verdict, next=words + verdict.next) if verdict.name in _NOT_FINITE else verdict
+        for verdict in found.verdicts
     )
+    return replace(found, verdicts=verdicts, culprit=culprit)
+
+
+def _how_to_replay(run: RunDir, step: int) -> str:
+    if run.plan.exists():
+        command = f"dslaunch replay {quote(str(run.path))}"
+        return f"{command}: step {step} was kept, and that names the module, rank and samples. Then "
+    where = f"{run.path}/nonfinite/step-{step}"
+    return f"in a script that makes the same engine, replay(engine, '{where}') runs step {step} again. Then "
 
 
 def _tells_something(story: Story) -> bool:
@@ -190,16 +199,16 @@ def _read_log(path: str, story: Story, notes: list[str]) -> tuple[str, int]:
 
 def _read_directory(path: Path, story: Story, notes: list[str]) -> list[tuple[str, int]]:
     """A run directory: its metrics and events; else, of a loop of one's own, what its engine told in
-    events.jsonl; else the logs of its ranks."""
+    events.jsonl and diagnosis.json; else the logs of its ranks."""
     run = RunDir(path)
     # Without DeepSpeed (engine torch) there is no JSON for it, and the plan has the same section.
     source = run.ds_config if run.ds_config.exists() else run.plan
-    for name, value in _config_settings(source).items():
+    for name, value in config_settings(source).items():
         story.settings.setdefault(name, Setting(value, "log", f"{source.name} names it"))
-    if run.metrics.exists() or _tells_of_steps(run.events):
-        if not run.metrics.exists():
-            notes.append(_OWN_LOOP)
-        return _read_run(run, story)
+    if run.metrics.exists():
+        return read_run(run, story)
+    if tells_of_steps(run.events):
+        return read_own_loop(run, story, notes)
     logs = sorted(run.logs.glob("rank-*.log"), key=lambda log: int(re.sub(r"\D", "", log.stem) or 0))
     if not logs:
         raise ConfigError(
@@ -207,96 +216,6 @@ def _read_directory(path: Path, story: Story, notes: list[str]) -> list[tuple[st
             hint=_QUIET_LOOP if run.events.exists() else "give a run directory, or the log files themselves",
         )
     return [_read_log(str(log), story, notes) for log in logs]
-
-
-def _tells_of_steps(events: Path) -> bool:
-    """Whether a skipped step, a move of the scale or a verdict is in it."""
-    if not events.exists():
-        return False
-    return any(_record(row, number) is not None for _, _, number, row in _rows(events, {events: 0}))
-
-
-def _config_settings(path: Path) -> dict[str, float]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        fp16 = config.get("fp16") or {}
-        is_on = fp16.get("enabled", config.get("precision") == "fp16")
-        found = {name: float(fp16[name]) for name in _FP16_KEYS if name in fp16 and is_on}
-        zero = config.get("zero_optimization", {})
-        if isinstance(zero.get("overlap_comm"), bool):
-            found["overlap_comm"] = float(zero["overlap_comm"])
-    except (OSError, ValueError, TypeError, AttributeError):  # not there, or not ours
-        return {}
-    return found
-
-
-def _read_run(run: RunDir, story: Story) -> list[tuple[str, int]]:
-    counts = {run.metrics: 0, run.events: 0}
-    rows = [_rows(path, counts) for path in counts if path.exists()]
-    for _, path, number, row in heapq.merge(*rows, key=lambda item: item[0]):  # by time, then by step
-        record = _record(row, number)
-        if record is not None:
-            story.add(record, str(path))
-    return [(str(path), lines) for path, lines in counts.items() if path.exists()]
-
-
-def _rows(path: Path, counts: dict[Path, int]) -> Iterator[tuple[tuple[str, int], Path, int, dict[str, Any]]]:
-    """((time, step), path, line, object) of each whole line of a JSON-lines file."""
-    try:
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                counts[path] = number
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue  # the last one, being written
-                if isinstance(row, dict):
-                    row["_text"] = line[:300]
-                    step = row.get("step")
-                    yield (str(row.get("time")), step if isinstance(step, int) else 0), path, number, row
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _record(row: dict[str, Any], number: int) -> Record | None:
-    kind, step = row.get("kind"), row.get("step")
-    text = row["_text"]
-    if kind == "step_skipped" and isinstance(step, int):
-        before, after = _float(row.get("loss_scale")), _float(row.get("next_loss_scale"))
-        scaled = (before is not None and before != 1.0) or after not in (None, before)
-        return Record(
-            "overflow",
-            number,
-            step,
-            before=before if scaled else None,
-            after=after if scaled else None,
-            text=text,
-        )
-    if kind == "train" and isinstance(step, int):
-        scale = _float(row.get("loss_scale"))
-        return Record(
-            "metrics", number, step, loss=_float(row.get("loss")), norm=_float(row.get("grad_norm")),
-            scale=None if scale == 1.0 else scale, name="scale used", text=text,
-        )  # fmt: skip
-    if kind == "loss_scale_grew" and isinstance(step, int):
-        before, after = _float(row.get("previous_loss_scale")), _float(row.get("loss_scale"))
-        return Record("growth", number, step, before=before, after=after, text=text)
-    if kind == "hysteresis_changed" and isinstance(step, int):
-        return Record("spared", number, step, before=_float(row.get("previous_hysteresis")), text=text)
-    if kind == "rank_error" and "already at minimum" in str(row.get("message")):
-        return Record("minimum", number, text=text)
-    if kind == "verdict" and isinstance(step, int) and row.get("verdict") in OWN_VERDICTS:
-        return Record("ended", number, step, name=str(row["verdict"]), text=text)
-    if kind in ("train_start", "resumed") and isinstance(step, int):
-        return Record("mark", number, step, text=text) if kind == "resumed" else None
-    return None
-
-
-def _float(value: Any) -> float | None:
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError):
-        return None
 
 
 def _verdict_json(verdict: Verdict) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def _forward(story: Story) -> Iterator[Verdict]:
     if loss.first is None:
         return
     from_first = not math.isfinite(loss.first)
-    if not from_first and not (loss.bad.count >= 2 and loss.bad_with_skips):
+    if not (from_first or (loss.bad.count >= 2 and loss.bad_with_skips) or _is_known_forward(story)):
         return
     place = loss.first_place if from_first else loss.bad.first
     still = loss.bad.count > 0
@@ -93,12 +93,17 @@ def _forward(story: Story) -> Iterator[Verdict]:
         f"the loss itself is not finite {'from the first line on' if from_first else _at(place)}:"
         " forward gives nan or inf",
         "the steps were skipped, so the weights are not what broke: no loss scale can mend a forward pass"
-        if loss.bad_with_skips
+        if loss.bad_with_skips or _is_known_forward(story)
         else "a loss that is nan or inf at once comes from the weights, the data or the precision",
         "check the weights for nan and the labels of that batch (all ignored gives 0/0); use bf16 or fp32 "
         "where activations pass 65504, the largest fp16 number",
         _places(place, loss.bad.last if still else None),
     )
+
+
+def _is_known_forward(story: Story) -> bool:
+    """Whether the run's own watch, which sees each rank, ended it for the last losses that were read."""
+    return story.loss.bad.count > 0 and story.ended is not None and story.ended[0] == "forward non-finite"
 
 
 def _race(story: Story) -> Iterator[Verdict]:
@@ -224,7 +229,7 @@ def _loss_nan(story: Story) -> Iterator[Verdict]:
             "look for batches without any label, and for overlong or damaged samples",
             (),
         )
-    elif not loss.bad_with_skips:
+    elif not (loss.bad_with_skips or _is_known_forward(story)):
         yield Verdict(
             "loss_nan",
             "error",

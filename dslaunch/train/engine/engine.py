@@ -16,14 +16,13 @@ from dslaunch.train.dist import hold_deepspeeds_prints, init_world
 from dslaunch.train.engine import cures, ds_config
 from dslaunch.train.engine.gradient_witness import LocalGradients
 from dslaunch.train.engine.muon import place_muon
-from dslaunch.train.engine.own_loop import OnEvent, build_watch
+from dslaunch.train.engine.own_loop import OnEvent, OwnLoop, build_own_loop
 from dslaunch.train.engine.result import SkipReason, StepResult
 from dslaunch.train.engine.settings import check_version, prepare
 from dslaunch.train.engine.step_rules import at_minimum_scale, check_num_tokens, skip_reason
 from dslaunch.train.engine.window import Window
 from dslaunch.train.fp32_modules import to_fp32_throughout
 from dslaunch.train.jit_ops import prepare_optimizer
-from dslaunch.train.watch import Watch
 
 Note = Callable[[str], None]
 
@@ -45,12 +44,13 @@ class Engine:
         precision: str,
         trains: bool,
         notes: tuple[str, ...] = (),
-        watch: Watch | None = None,
+        own_loop: OwnLoop | None = None,
     ) -> None:
         self.deepspeed = ds
         self.precision = precision
         self.notes = notes
-        self._watch = watch
+        self._own_loop = own_loop
+        self._recorder = own_loop.recorder if own_loop is not None else None
         self._window = Window(ds.device)
         self._gradients = LocalGradients(ds.module.parameters() if trains else ())
         plain = not (ds.zero_optimization() or ds.fp16_enabled() or ds.bfloat16_enabled())
@@ -67,6 +67,8 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, through DeepSpeed's hooks."""
+        if self._recorder is not None:
+            self._recorder.see_call(self, args, kwargs)
         return self.deepspeed(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -79,6 +81,8 @@ class Engine:
         loss = loss.float()
         share = 1.0 / (self.gradient_accumulation_steps * self.world_size)
         self._window.add(loss.detach() * share, num_tokens=None)
+        if self._recorder is not None:
+            self._recorder.see_backward(self, None)
         self.deepspeed.backward(loss)
         self._window.add_gradients(self._gradients.take())
 
@@ -97,6 +101,8 @@ class Engine:
         check_num_tokens(self.global_step, num_tokens)
         loss_sum = loss_sum.float()
         self._window.add(loss_sum.detach() / num_tokens, num_tokens=num_tokens)
+        if self._recorder is not None:
+            self._recorder.see_backward(self, num_tokens)
         self.deepspeed.backward(loss_sum * (self.world_size / num_tokens), scale_wrt_gas=False)
         self._window.add_gradients(self._gradients.take())
 
@@ -131,7 +137,7 @@ class Engine:
         window = self._window.reduce()
         if self._checks_fp32:
             cures.measure_fp32_stage_0(ds)
-        with self._watch.concluding() if self._watch is not None else nullcontext():
+        with self._own_loop.ending(self) if self._own_loop is not None else nullcontext():
             self._step_deepspeed()
             result = StepResult(
                 step=self.global_step,
@@ -146,8 +152,8 @@ class Engine:
                 grad_norm=ds.get_global_grad_norm(),
                 window=window,
             )
-            if self._watch is not None:
-                self._watch.see(result)
+            if self._own_loop is not None:
+                self._own_loop.see(result)
         return result
 
     @property
@@ -247,8 +253,13 @@ class Engine:
 
     def end_training(self) -> None:
         """See ``TrainingEngine``."""
+        self.record_no_more()
         self._gradients.remove()
         cures.let_go_of_gradients(self.deepspeed)
+
+    def record_no_more(self) -> None:
+        """Hold no further calls for a trace."""
+        self._recorder = None
 
     def backward_alone(self, loss: torch.Tensor) -> None:
         """See ``TrainingEngine``."""
@@ -277,8 +288,9 @@ def initialize(
     *,
     allow_emulated_fp16: bool = False,
     allow_untested_deepspeed: str | None = None,
-    watch: WatchPlan | Mapping[str, float] | None = _WATCH,
+    watch: WatchPlan | Mapping[str, Any] | None = _WATCH,
     run_dir: str | Path | None = None,
+    trace_loss: Callable[..., torch.Tensor] | None = None,
     on_event: OnEvent | None = None,
     on_note: Note | None = None,
     **more: Any,
@@ -296,7 +308,11 @@ def initialize(
 
     ``watch``: the limits of a run file's section ``watch``; None turns the watching off. Verdicts go to
     rank 0's stderr, events to ``on_event(kind, **fields)`` on every rank, and with ``run_dir`` rank 0
-    writes events.jsonl and, where the training diverges, diagnosis.json there.
+    writes events.jsonl and, where the training diverges, diagnosis.json there. With ``on_nonfinite``
+    "trace" the step that ends the training is run again before ``step`` raises, to name its module,
+    parameter, rank and rows, and with ``run_dir`` it is kept there (docs/replay.md);
+    ``trace_loss(output, *args, **kwargs)`` is then the loss of a call ``engine(*args, **kwargs)``
+    whose output holds none.
 
     Raises ConfigError for a config that DeepSpeed refuses or would run wrong,
     EnvironmentNotReady where the ranks cannot be joined, an op cannot be compiled, or a
@@ -326,12 +342,13 @@ def initialize(
         **more,
     )
     precision = ds_config.precision_of(settings)
-    watching = None
+    own_loop = None
     if watch is not None and trains:
-        watching = build_watch(
-            watch, precision=precision, rank=world.rank, run_dir=run_dir, on_event=on_event, notes=notes
-        )
-    return Engine(ds, precision=precision, trains=trains, notes=tuple(notes), watch=watching)
+        own_loop = build_own_loop(
+            watch, precision=precision, rank=world.rank, run_dir=run_dir, on_event=on_event,
+            trace_loss=trace_loss, notes=notes,
+        )  # fmt: skip
+    return Engine(ds, precision=precision, trains=trains, notes=tuple(notes), own_loop=own_loop)
 
 
 def _deepspeed_initialize(**arguments: Any) -> Any:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
-
-from dslaunch.train.data.collate import IGNORED, Batch
-from dslaunch.train.replay.window import SamplePlace
 
 
 @dataclass(frozen=True)
@@ -22,15 +18,17 @@ class Guilt:
     any_sample: bool = False
 
 
-def bisect(count: int) -> Generator[tuple[int, ...], bool, Guilt]:
+def bisect(count: int, *, can_be_empty: bool = True) -> Generator[tuple[int, ...], bool, Guilt]:
     """Yields sets of samples to try and is sent whether each breaks; all of them together do.
 
-    Takes at most 2 k log2(count) + 1 tries for k guilty samples.
+    Takes at most 2 k log2(count) + 1 tries for k guilty samples. Where a batch cannot be tried without any
+    of its samples, any of them is to blame where each breaks by itself.
     """
-    if (yield ()):
+    if can_be_empty and (yield ()):
         return Guilt((), any_sample=True)
     samples, together = yield from _search(tuple(range(count)))
-    return Guilt(tuple(sorted(samples)), together)
+    each = not can_be_empty and not together and len(samples) == count > 1
+    return Guilt((), any_sample=True) if each else Guilt(tuple(sorted(samples)), together)
 
 
 def _search(items: tuple[int, ...]) -> Generator[tuple[int, ...], bool, tuple[tuple[int, ...], bool]]:
@@ -46,16 +44,3 @@ def _search(items: tuple[int, ...]) -> Generator[tuple[int, ...], bool, tuple[tu
             guilty, together = guilty + found, together or only_together
     # Neither half breaks by itself: what is too much is the sum of both.
     return (guilty, together) if guilty else (items, True)
-
-
-def keep_only(batch: Batch, places: Sequence[SamplePlace], kept: Collection[int], filler: int) -> Batch:
-    """``batch`` with the samples that are not ``kept`` made of the token ``filler``, and not trained on.
-
-    Everything keeps its place and its shape, so that dropout draws the same.
-    """
-    ids, targets = batch.input_ids.clone(), batch.targets.clone()
-    for index, place in enumerate(places):
-        if index not in kept:
-            ids[place.row, place.start : place.stop] = filler
-            targets[place.row, place.start : place.stop] = IGNORED
-    return dataclasses.replace(batch, input_ids=ids, targets=targets)

@@ -107,15 +107,21 @@ def _samples(finding: Json) -> list[str]:
     if finding["any_sample"]:
         return ["any: it breaks without them as well"]
     samples = finding["samples"]
-    lines = [
-        f"{s['where']}: sample {s['sample']}, row {s['row']}, tokens {s['start']}-{s['stop'] - 1}"
-        for s in samples[:_SAMPLES_SHOWN]
-    ]
+    if not samples:
+        return ["not known: the tensors of the micro-batch have no first dimension in common"]
+    lines = [_sample(sample) for sample in samples[:_SAMPLES_SHOWN]]
     if len(samples) > _SAMPLES_SHOWN:
         lines.append(f"and {len(samples) - _SAMPLES_SHOWN} more")
     if finding["samples_together"]:
         lines.append("only together: no half of them breaks by itself")
     return lines
+
+
+def _sample(sample: Json) -> str:
+    if "where" not in sample:  # of a loop of one's own
+        return f"row {sample['row']} of the micro-batch"
+    tokens = f"tokens {sample['start']}-{sample['stop'] - 1}"
+    return f"{sample['where']}: sample {sample['sample']}, row {sample['row']}, {tokens}"
 
 
 def _cause(finding: Json) -> str:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from dslaunch.train.data.collate import Batch
+from dslaunch.losses.sft import TokenLoss
 from dslaunch.train.engine import TrainingEngine
 from dslaunch.train.fp32_modules import cast
-from dslaunch.train.objectives.sft import SftObjective
 from dslaunch.train.replay.anomaly import GradientWatch
 from dslaunch.train.replay.measure import Range, measure
 from dslaunch.train.replay.probe import Event, probing
+
+
+class Objective(Protocol):
+    """Runs the model on one of a window's micro-batches."""
+
+    def token_loss(self, batch: Any) -> TokenLoss: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Passes:
     It ends the engine's training. At ZeRO stage 3 each call is collective.
     """
 
-    def __init__(self, engine: TrainingEngine, objective: SftObjective) -> None:
+    def __init__(self, engine: TrainingEngine, objective: Objective) -> None:
         self._engine, self._objective = engine, objective
         self.world_size = engine.world_size
         self.zero_stage = engine.zero_stage
@@ -47,7 +52,7 @@ class Passes:
         engine.end_training()
         engine.train()
 
-    def run(self, batch: Batch, *, num_tokens: int, loss_scale: float) -> Pass:
+    def run(self, batch: Any, *, num_tokens: int, loss_scale: float) -> Pass:
         """One pass with a probe on it. ``num_tokens``: of the whole window, as in training."""
         with probing(self.module) as probe:
             loss = self._objective.token_loss(batch)
@@ -56,7 +61,7 @@ class Passes:
         return Pass(probe.events, float(loss.sum.detach()) / max(int(loss.count), 1))
 
     def run_with_module_in_fp32(
-        self, batch: Batch, name: str | None, *, num_tokens: int, loss_scale: float
+        self, batch: Any, name: str | None, *, num_tokens: int, loss_scale: float
     ) -> Range | None:
         """One pass, and beside it what module ``name`` gives in fp32, where it is a single layer.
 
@@ -79,7 +84,7 @@ class Passes:
                 handle.remove()
         return measure(seen[0]) if seen and isinstance(seen[0], torch.Tensor) else None
 
-    def find_anomaly(self, batch: Batch, *, num_tokens: int, loss_scale: float) -> str | None:
+    def find_anomaly(self, batch: Any, *, num_tokens: int, loss_scale: float) -> str | None:
         """The operation whose gradient is the first that is not finite, and its line; None where all are."""
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
             loss = self._objective.token_loss(batch)

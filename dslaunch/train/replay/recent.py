@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from dslaunch.train.engine import StepResult
 from dslaunch.train.replay.window import Rng, take_rng
@@ -20,6 +21,8 @@ class BegunStep:
     loss_scale: float
     rng: Rng
     result: StepResult | None = None
+    calls: list[Any] = field(default_factory=list)  # of the engine in a loop of one's own, see ``own_loop``
+    num_tokens: int | None = None
 
     @property
     def changed_weights(self) -> bool:
@@ -37,9 +40,10 @@ class RecentSteps:
     def __init__(self) -> None:
         self._steps: deque[BegunStep] = deque(maxlen=_KEPT)
 
-    def begin(self, step: int, loss_scale: float) -> None:
+    def begin(self, step: int, loss_scale: float) -> BegunStep:
         """Before the first forward of a step."""
         self._steps.append(BegunStep(step, loss_scale, take_rng()))
+        return self._steps[-1]
 
     def end(self, result: StepResult) -> None:
         """After its optimizer step."""

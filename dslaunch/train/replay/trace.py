@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from dslaunch.core.errors import one_line
 from dslaunch.core.events import to_jsonable
-from dslaunch.train.data.collate import Batch
 from dslaunch.train.dist import gather_objects
-from dslaunch.train.replay.bisect import Guilt, bisect, keep_only
+from dslaunch.train.replay.bisect import Guilt, bisect
 from dslaunch.train.replay.measure import Range
 from dslaunch.train.replay.parameters import first_gradient, widest_parameters
 from dslaunch.train.replay.passes import Pass, Passes
 from dslaunch.train.replay.probe import Event, find_broken_weights
 from dslaunch.train.replay.verdict import First, find_first, range_of, trail
-from dslaunch.train.replay.window import Rng, SamplePlace, Window, restore_rng, take_rng
+from dslaunch.train.replay.window import Rng, restore_rng, take_rng
 
 SCHEMA_VERSION = 1
+
+Search = Generator[tuple[int, ...], bool, Guilt]
 
 
 @dataclass
@@ -35,12 +37,36 @@ class _Found:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+class Material(Protocol):
+    """What one step was given on this rank, such as ``Window``.
+
+    ``samples``: dataclasses, of each micro-batch; none where they cannot be told apart.
+    """
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def loss_scale(self) -> float: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def batches(self) -> Sequence[Any]: ...
+    @property
+    def samples(self) -> Sequence[Sequence[Any]]: ...
+    @property
+    def rng(self) -> Rng: ...
+    @property
+    def can_be_empty(self) -> bool: ...
+    def only(self, micro_batch: int, kept: Collection[int]) -> Any: ...
+    def layout(self, micro_batch: int) -> tuple[int, ...] | None: ...
+    def write(self, folder: Path, rank: int) -> None: ...
+
+
 class Trace:
     """One window on one rank. Every method is called by all ranks in the same order."""
 
-    def __init__(self, passes: Passes, window: Window, *, rank: int, pad_token_id: int) -> None:
+    def __init__(self, passes: Passes, window: Material, *, rank: int) -> None:
         self._passes, self._window, self._rank = passes, window, rank
-        self._pad = pad_token_id
         self._rngs: list[Rng] = []
         self._found: _Found | None = None
         self._also: list[int] = []  # micro-batches that break after the first one
@@ -95,10 +121,10 @@ class Trace:
             elif first is not None:
                 self._also.append(number)
 
-    def _pass(self, batch: Batch, loss_scale: float) -> Pass:
+    def _pass(self, batch: Any, loss_scale: float) -> Pass:
         return self._passes.run(batch, num_tokens=self._window.num_tokens, loss_scale=loss_scale)
 
-    def _again(self, batch: Batch, loss_scale: float) -> Pass:
+    def _again(self, batch: Any, loss_scale: float) -> Pass:
         """A pass with the random numbers that the micro-batch had the first time."""
         restore_rng(self._rngs[self._micro_batch])
         return self._pass(batch, loss_scale)
@@ -109,11 +135,11 @@ class Trace:
         return 0 if self._found is None else self._found.micro_batch
 
     @property
-    def _batch(self) -> Batch:
+    def _batch(self) -> Any:
         return self._window.batches[self._micro_batch]
 
     @property
-    def _places(self) -> tuple[SamplePlace, ...]:
+    def _places(self) -> Sequence[Any]:
         return self._window.samples[self._micro_batch]
 
     def _compare(self, name: str, *, loss_scale: float) -> None:
@@ -162,20 +188,24 @@ class Trace:
 
     def _bisect(self) -> None:
         """Find the samples, all ranks with a fault at once; the others run along."""
-        search = bisect(len(self._places)) if self._found is not None else None
-        wanted = next(search) if search is not None else None
+        count, can_be_empty = len(self._places), self._window.can_be_empty
+        search = bisect(count, can_be_empty=can_be_empty) if self._found is not None else None
+        wanted = self._next(search, None)
         while any(gather_objects(wanted is not None)):
             breaks = self._breaks_with(wanted if wanted is not None else tuple(range(len(self._places))))
-            if search is None or wanted is None:
-                continue
-            try:
-                wanted = search.send(breaks)
-            except StopIteration as end:
-                self._keep_guilt(end.value)
-                wanted = None
+            if wanted is not None:
+                wanted = self._next(search, breaks)
+
+    def _next(self, search: Search | None, breaks: bool | None) -> tuple[int, ...] | None:
+        """What to try next; None where the search has come to its end, or there is none."""
+        try:
+            return None if search is None else search.send(breaks)  # type: ignore[arg-type]
+        except StopIteration as end:
+            self._keep_guilt(end.value)
+            return None
 
     def _breaks_with(self, kept: tuple[int, ...]) -> bool:
-        batch = keep_only(self._batch, self._places, kept, self._pad)
+        batch = self._window.only(self._micro_batch, kept)
         return self._again(batch, self._window.loss_scale).breaks
 
     def _keep_guilt(self, guilt: Guilt) -> None:
@@ -244,7 +274,7 @@ class Trace:
     def _position(self, spread: Range | None) -> dict[str, int] | None:
         """Row and token of the first bad value, where the tensor is laid out as the batch is."""
         first = spread.first_bad if spread is not None else None
-        if spread is None or first is None or spread.shape[:2] != tuple(self._batch.input_ids.shape):
+        if spread is None or first is None or spread.shape[:2] != self._window.layout(self._micro_batch):
             return None
         return {"row": first[0], "token": first[1]}
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from dslaunch.core.events import to_jsonable
 from dslaunch.core.run_dir import RunDir
 from dslaunch.train.checkpoint.rng import set_torch_states, torch_states
 from dslaunch.train.corpus import Corpus
-from dslaunch.train.data.collate import Batch
+from dslaunch.train.data.collate import IGNORED, Batch
 
 _KEPT = 3  # windows of a run
 _FIELDS = ("input_ids", "position_ids", "attention_mask", "targets")
@@ -54,6 +54,30 @@ class Window:
     batches: tuple[Batch, ...]
     samples: tuple[tuple[SamplePlace, ...], ...]
     rng: Rng
+    pad_token_id: int
+
+    can_be_empty = True  # a pass without any of its samples can be made
+
+    def only(self, micro_batch: int, kept: Collection[int]) -> Batch:
+        """A micro-batch with the samples that are not ``kept`` made of padding, and not trained on.
+
+        Everything keeps its place and its shape, so that dropout draws the same.
+        """
+        batch = self.batches[micro_batch]
+        ids, targets = batch.input_ids.clone(), batch.targets.clone()
+        for index, place in enumerate(self.samples[micro_batch]):
+            if index not in kept:
+                ids[place.row, place.start : place.stop] = self.pad_token_id
+                targets[place.row, place.start : place.stop] = IGNORED
+        return replace(batch, input_ids=ids, targets=targets)
+
+    def layout(self, micro_batch: int) -> tuple[int, ...] | None:
+        """(rows, tokens) of a micro-batch."""
+        return tuple(self.batches[micro_batch].input_ids.shape)
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write this rank's part. Raises OSError."""
+        write_rank(folder, rank, self)
 
 
 def build_window(
@@ -73,6 +97,7 @@ def build_window(
         batches=tuple(corpus.batch(units) for units in micro_batches),
         samples=tuple(tuple(_places(corpus, units)) for units in micro_batches),
         rng=rng,
+        pad_token_id=corpus.pad_token_id,
     )
 
 
@@ -131,7 +156,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {folder}/window.json: {error}") from None
 
 
-def read_rank(folder: Path, rank: int) -> Window:
+def read_rank(folder: Path, rank: int, *, pad_token_id: int) -> Window:
     """This rank's part of a window. Raises ConfigError where it is missing or damaged."""
     index = read_index(folder)
     try:
@@ -150,6 +175,7 @@ def read_rank(folder: Path, rank: int) -> Window:
         batches=tuple(batches),
         samples=tuple(tuple(SamplePlace(**place) for place in places) for places in samples),
         rng={name.removeprefix("rng."): t for name, t in tensors.items() if name.startswith("rng.")},
+        pad_token_id=pad_token_id,
     )
 
 

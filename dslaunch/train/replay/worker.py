@@ -78,8 +78,7 @@ def replay_rank(plan: RunPlan, world: World, step: int, *, detect_anomaly: bool 
     ready = _kept(plan, world, step) or _reached(plan, world, step)
     prepare.say(world, f"running step {step} again")
     passes = Passes(ready.engine, ready.objective)
-    trace = Trace(passes, ready.window, rank=world.rank, pad_token_id=ready.pad_token_id)
-    return trace.run(detect_anomaly=detect_anomaly)
+    return Trace(passes, ready.window, rank=world.rank).run(detect_anomaly=detect_anomaly)
 
 
 class _Ready(NamedTuple):
@@ -88,7 +87,6 @@ class _Ready(NamedTuple):
     window: Window
     engine: TrainingEngine
     objective: SftObjective
-    pad_token_id: int
     keep_alive: tuple[Any, ...]
 
 
@@ -108,14 +106,14 @@ def _kept(plan: RunPlan, world: World, step: int) -> _Ready | None:
             world, f"step {step} was kept without its weights: it takes the training data to reach it"
         )
         return None
-    window = read_rank(folder, world.rank)
     tokenizer = load_tokenizer(plan.model, DTYPES[plan.precision])
+    window = read_rank(folder, world.rank, pad_token_id=tokenizer.pad_token_id)
     loaded = prepare.load(plan, world, tokenizer)
     engine = prepare.start_engine(plan, world, loaded, total_steps=step)
     prepare.say(world, f"weights and micro-batches as they were in step {step}")
     load_weights(folder, world.rank if engine.zero_stage == 3 else 0, engine.module)
     objective = prepare.build_objective(plan, world, engine)
-    return _Ready(window, engine, objective, tokenizer.pad_token_id, loaded.keep_alive)
+    return _Ready(window, engine, objective, loaded.keep_alive)
 
 
 def _reached(plan: RunPlan, world: World, step: int) -> _Ready:
@@ -143,7 +141,7 @@ def _reached(plan: RunPlan, world: World, step: int) -> _Ready:
         loss_scale=job.engine.loss_scale,
         rng=take_rng(),
     )
-    return _Ready(window, job.engine, job.objective, inputs.train.pad_token_id, job.keep_alive)
+    return _Ready(window, job.engine, job.objective, job.keep_alive)
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

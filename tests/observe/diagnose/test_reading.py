@@ -173,7 +173,44 @@ def test_what_the_engine_told_of_a_loop_of_ones_own(tmp_path: Path) -> None:
     found = diagnose([str(tmp_path)])
     assert names(found)[0] == "persistent_skipping" and found.is_wrong
     assert (found.first_step, found.last_step, found.num_skipped) == (1, 6, 6)
-    assert "of a loop of your own, without losses and norms" in found.notes[0]
+    assert "of a loop of your own; without losses and norms" in found.notes[0]
+
+
+def test_losses_and_norms_of_a_loop_of_ones_own_are_those_of_its_diagnosis(tmp_path: Path) -> None:
+    steps = [
+        {"step": step, "loss_scale": 1.0, "next_loss_scale": 1.0, "skip_reason": None, "lr": 0.1,
+         "loss": "nan" if step == 59 else 3.0 - step / 100, "grad_norm": None if step == 59 else step / 7}
+        for step in range(40, 60)
+    ]  # fmt: skip
+    culprit = {"message": "rank 1, micro-batch 1: first in the forward, in blocks.1", "module": "blocks.1"}
+    report = {"schema_version": 1, "kind": "forward non-finite", "culprit": culprit, "steps": steps}
+    (tmp_path / "diagnosis.json").write_text(json.dumps(report, indent=2))
+    events = JsonlWriter(tmp_path / "events.jsonl")
+    events.write("step_skipped", step=7, reason="overflow", ranks=[0], loss_scale=1.0, next_loss_scale=1.0)
+    events.write("step_skipped", step=59, reason="overflow", ranks=[0], loss_scale=1.0, next_loss_scale=1.0)
+    events.write("verdict", step=59, verdict="forward non-finite", message="step 59 has loss nan")
+    events.close()
+    found = diagnose([str(tmp_path)])
+    assert (found.first_step, found.last_step, found.num_losses, found.num_skipped) == (7, 59, 20, 2)
+    assert found.norm.to_json()[:2] == [[40, 40 / 7], [41, 41 / 7]]
+    assert names(found)[0] == "forward_nonfinite"
+    assert found.verdicts[0].next.startswith(f"traced: {culprit['message']}. Then ")
+    assert found.to_json()["culprit"] == culprit
+    assert "losses and norms are those of its last 20 steps, from diagnosis.json" in found.notes[0]
+    places = [place for place in found.verdicts[0].evidence if place.file.endswith("diagnosis.json")]
+    line = (tmp_path / "diagnosis.json").read_text().splitlines()[places[-1].line - 1]
+    assert line.strip() == '"step": 59,'
+
+
+def test_a_kept_step_of_a_loop_of_ones_own_is_replayed_by_its_script(tmp_path: Path) -> None:
+    events = JsonlWriter(tmp_path / "events.jsonl")
+    events.write("verdict", step=3, verdict="forward non-finite", message="step 3 has loss nan")
+    events.close()
+    (tmp_path / "nonfinite" / "step-3").mkdir(parents=True)
+    (tmp_path / "nonfinite" / "step-3" / "window.json").write_text("{}")
+    (tmp_path / "diagnosis.json").write_text("[broken")
+    next_thing = diagnose([str(tmp_path)]).verdicts[0].next
+    assert f"replay(engine, '{tmp_path}/nonfinite/step-3') runs step 3 again" in next_thing
 
 
 def test_a_loop_of_ones_own_that_told_nothing(tmp_path: Path) -> None:

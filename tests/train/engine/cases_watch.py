@@ -88,7 +88,8 @@ def watched(
                 engine.step()
             except Diverged as caught:
                 error = {"verdict": caught.verdict, "step": caught.step, "message": caught.message,
-                         "hint": caught.hint, "exit_code": caught.exit_code}  # fmt: skip
+                         "hint": caught.hint, "exit_code": caught.exit_code,
+                         "culprit": caught.culprit}  # fmt: skip
                 break
             done += 1
     return {"events": events, "error": error, "steps": done, "said": said.getvalue().splitlines()}

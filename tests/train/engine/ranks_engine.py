@@ -15,6 +15,7 @@ from tests.train.engine import (
     cases_matrix,
     cases_norms,
     cases_order,
+    cases_own_trace,
     cases_stage_0,
     cases_torch,
     cases_watch,
@@ -33,6 +34,7 @@ def all_cases() -> dict[str, Case]:
         cases_matrix,
         cases_order,
         cases_watch,
+        cases_own_trace,
     )
     cases = {name: case for module in modules for name, case in module.all_cases().items()}
     return {**cases, **cases_norms.last_cases()}

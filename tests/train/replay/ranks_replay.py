@@ -81,7 +81,7 @@ def torch_engine(model: torch.nn.Module, precision: Any) -> TorchEngine:
 def trace_engine(engine: Any, window: Window, **options: Any) -> dict[str, Any]:
     before = count_hooks(engine.module)
     passes = Passes(engine, SftObjective(engine, engine.module, engine.device))
-    report = Trace(passes, window, rank=RANK, pad_token_id=0).run(**options)
+    report = Trace(passes, window, rank=RANK).run(**options)
     after = count_hooks(engine.module)
     return {**report, "text": describe(report), "hooks_before": before, "hooks_left": after}
 

@@ -11,7 +11,7 @@ import torch
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.run_dir import RunDir
 from dslaunch.train.replay import recent as recent_steps
-from dslaunch.train.replay.bisect import Guilt, bisect, keep_only
+from dslaunch.train.replay.bisect import Guilt, bisect
 from dslaunch.train.replay.measure import measure
 from dslaunch.train.replay.probe import Event, Kind, probing
 from dslaunch.train.replay.recent import RecentSteps
@@ -64,7 +64,7 @@ def test_blanked_samples_keep_their_place() -> None:
         1, corpus=corpus, micro_batches=[[0, 1]], num_tokens=1, loss_scale=1.0, rng=take_rng()
     )
     batch, places = window.batches[0], window.samples[0]
-    kept = keep_only(batch, places, {1}, PAD)
+    kept = window.only(0, {1})
     inside = torch.zeros_like(batch.input_ids, dtype=torch.bool)
     inside[places[1].row, places[1].start : places[1].stop] = True
     assert torch.equal(kept.input_ids[inside], batch.input_ids[inside])
@@ -229,11 +229,11 @@ def test_a_window_is_read_as_it_was_written(tmp_path: Path) -> None:
     )
     write_rank(tmp_path, 1, window)
     write_index(tmp_path, {"step": 5, "loss_scale": 256.0, "num_tokens": 40})
-    read = read_rank(tmp_path, 1)
+    read = read_rank(tmp_path, 1, pad_token_id=PAD)
     assert (read.step, read.loss_scale, read.num_tokens, read.samples) == (5, 256.0, 40, window.samples)
     for one, other in zip(read.batches, window.batches, strict=True):
         assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.targets, other.targets)
         assert torch.equal(one.position_ids, other.position_ids) and one.attention_mask is None
     assert torch.equal(read.rng["torch"], window.rng["torch"])
     with pytest.raises(ConfigError, match="cannot be read by rank 0"):
-        read_rank(tmp_path, 0)
+        read_rank(tmp_path, 0, pad_token_id=PAD)

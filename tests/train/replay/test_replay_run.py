@@ -167,7 +167,8 @@ def test_diagnose_points_to_it(broken_run: BrokenRun, capsys: pytest.CaptureFixt
     assert main(["diagnose", str(broken_run.run_dir.path), "--json"]) == 1
     worst = json.loads(capsys.readouterr().out)["verdicts"][0]
     assert worst["name"] == "forward_nonfinite"
-    assert worst["next"].startswith(f"dslaunch replay {broken_run.run_dir.path}: step 3 was kept")
+    assert worst["next"].startswith("traced: rank 0, micro-batch 1: first in the forward, in " + EMBEDDING)
+    assert f"all of it is in {broken_run.run_dir.nonfinite}/step-{STEP}/report.json. Then " in worst["next"]
 
 
 def test_a_run_that_went_well_keeps_nothing(finished_runs: FinishedRuns) -> None:
@@ -178,6 +179,13 @@ def test_a_run_that_went_well_keeps_nothing(finished_runs: FinishedRuns) -> None
 def test_replay_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path)]) == 2
     assert "holds no run: there is no plan.json in it" in capsys.readouterr().err
+    own = tmp_path / "nonfinite" / "step-4"
+    own.mkdir(parents=True)
+    (own / "window.json").write_text("{}")
+    assert main(["replay", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "is the run_dir of a loop of your own: dslaunch cannot build its model" in said
+    assert f"replay(engine, '{own}')" in said
 
 
 def test_replay_of_a_run_that_kept_nothing(
