@@ -29,7 +29,7 @@ _STEPS = 60
 @click.option(
     "--steps",
     type=click.IntRange(1, 1_000_000),
-    help="For loss-scale: steps to show (default 60).",
+    help="For loss-scale: steps to show (default 60, or up to the last overflow).",
 )
 @click.option(
     "--set",
@@ -56,7 +56,7 @@ def command(
     if key == LOSS_SCALE:
         if as_list:
             raise click.UsageError("--list goes with a section, and loss-scale is none")
-        _explain_loss_scale(overflow_at or "", steps or _STEPS, set_, as_json)
+        _explain_loss_scale(overflow_at or "", steps, set_, as_json)
     elif key is not None and not key.strip():
         raise click.UsageError("KEY is empty: name a key, or use --list")
     elif as_list:
@@ -111,14 +111,20 @@ def _list(section: str | None, as_json: bool) -> None:
         click.echo("\n".join(listed(section)))
 
 
-def _explain_loss_scale(overflow_at: str, steps: int, set_: tuple[str, ...], as_json: bool) -> None:
+def _explain_loss_scale(overflow_at: str, steps: int | None, set_: tuple[str, ...], as_json: bool) -> None:
     import dataclasses
 
     from dslaunch.cli.loss_scale_plot import event_lines, plot_lines, rule_lines
+    from dslaunch.core.errors import ConfigError
     from dslaunch.core.loss_scale import simulate_loss_scale
 
-    rule = build_rule(set_)
-    course = simulate_loss_scale(rule, steps=steps, overflow_at=parse_steps(overflow_at))
+    rule, overflows = build_rule(set_), parse_steps(overflow_at)
+    last = max(overflows, default=0)
+    if steps is None:
+        steps = max(_STEPS, last)
+    elif steps < last:
+        raise ConfigError(f"--overflow-at: step {last} is not among the {steps} of --steps")
+    course = simulate_loss_scale(rule, steps=steps, overflow_at=overflows)
     if as_json:
         _echo_json({"rule": dataclasses.asdict(rule), "steps": [_step_json(step) for step in course]})
         return

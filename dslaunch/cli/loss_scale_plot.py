@@ -43,9 +43,13 @@ def event_lines(course: Sequence[LossScaleStep]) -> list[str]:
     lines = []
     for step in course:
         if step.event:
-            text = _EVENTS[step.event].format(scale=f"{step.next_scale:g}", left=step.hysteresis_left)
-            lines.append(f"step {step.step:>5}  scale {step.scale:<10g}  {text}")
+            text = _EVENTS[step.event].format(scale=_shown(step.next_scale), left=step.hysteresis_left)
+            lines.append(f"step {step.step:>5}  scale {_shown(step.scale):<10}  {text}")
     return lines
+
+
+def _shown(scale: float) -> str:
+    return f"{scale:.0f}" if 1 <= scale < 1e10 and scale == int(scale) else f"{scale:g}"
 
 
 def plot_lines(course: Sequence[LossScaleStep]) -> list[str]:

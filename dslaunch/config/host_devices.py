@@ -142,9 +142,8 @@ def open_sizes(groups: Sequence[DeviceGroup]) -> list[str]:
         sizes, said = made_sizes(name), said_size(name)
         others = " and ".join(f"{size} GB" for size in sizes)
         if said is None and len(sizes) > 1:
-            lines.append(
-                f"{name} comes with {others}: {sizes[0]} GB assumed; {name}-{sizes[-1]}g says otherwise"
-            )
+            larger = f"{lookup_device(name).name}-{sizes[-1]}g"
+            lines.append(f"{name} comes with {others}: {sizes[0]} GB assumed; {larger} says otherwise")
         elif said is not None and sizes and said not in sizes and "mig" not in name.lower():
             lines.append(f"{name} comes with {others}, not {said} GB: {said} GB are taken, as written")
     return lines

@@ -90,6 +90,14 @@ def test_the_loss_scale(capsys: Capture) -> None:
     assert [column + 1 for column, mark in enumerate(skipped) if mark == "x"] == [1, 2, 3, 40]
 
 
+def test_an_overflow_after_the_last_step_is_not_swallowed(capsys: Capture) -> None:
+    argv = ["explain", "loss-scale", "--overflow-at", "70"]
+    assert main([*argv, "--steps", "60"]) == 2
+    assert "step 70 is not among the 60 of --steps" in capsys.readouterr().err
+    assert main([*argv, "--set", "fp16.initial_scale_power=20"]) == 0
+    assert "step    70  scale 1048576     overflow, step skipped" in capsys.readouterr().out
+
+
 def test_the_loss_scale_as_json(capsys: Capture) -> None:
     settings = ["--set", "fp16.initial_scale_power=8", "--set", "fp16.hysteresis=1"]
     assert main(["explain", "loss-scale", "--overflow-at", "1-20", "--steps", "30", *settings, "--json"]) == 0

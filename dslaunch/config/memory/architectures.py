@@ -61,6 +61,7 @@ def dimensions(config: Config) -> Dimensions:
         qk_norm=family.qk_norm,
         family=str(config.get("model_type", "")),
         experts_per_token=int(sizes["num_experts_per_tok"]) if num_experts(sizes) else 0,
+        positions=next((n for key in _POSITIONS if type(n := sizes.get(key)) is int and n > 0), None),
     )
 
 
@@ -335,6 +336,7 @@ def _neox_whole(c: Config, family: Family) -> Tensors:
         yield from _linear("lm_head", c["vocab_size"], c["hidden_size"])
 
 
+_POSITIONS = ("max_position_embeddings", "n_positions")
 _ANY = 2**31 - 1
 # What a size may be. Every layer is listed on its own: so many take a plan some seconds.
 _LIMITS = {

@@ -16,6 +16,7 @@ from dslaunch.config.memory.zeropp import frozen_in_8_bit
 _MATTERS = 0.01  # of what a device holds at its peak
 _LOGITS_MATTER = 0.25
 _GATHERED_MATTERS = 0.05
+_TABLES_OF_POSITIONS = frozenset({"gpt2"})  # of the families that are known; the others compute them
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def surprises(setup: Setup, plan: MemoryPlan) -> list[Surprise]:
         _step(setup, plan),
         _logits(plan),
         _resume(plan),
+        _context(setup),
     ]
     return [surprise for surprise in found if surprise]
 
@@ -129,6 +131,15 @@ def _resume(plan: MemoryPlan) -> Surprise | None:
     return Surprise(
         f"a host needs most when a run is resumed, {peak:.2f} GiB: every rank reads its checkpoint at once"
     )
+
+
+def _context(setup: Setup) -> Surprise | None:
+    dims, longest = setup.model.dims, setup.max_length
+    if dims.positions is None or longest <= dims.positions:
+        return None
+    table = dims.family in _TABLES_OF_POSITIONS
+    what = "the first longer sample stops the run" if table else "it has learned nothing about those beyond"
+    return Surprise(f"max_length {longest} is more than the {dims.positions} positions of the model: {what}")
 
 
 def _saved(setup: Setup, plan: MemoryPlan, zero: ZeroOptions) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dslaunch.core.plan import QuantizationPlan
 
@@ -28,6 +28,7 @@ class Dimensions:
 
     ``gated``: the MLP multiplies two projections (SwiGLU) in place of one activation. ``family`` is the
     model_type, empty where it is not known. ``experts_per_token``: 0 without a mixture of experts.
+    ``positions``: how long the model's context is, None where that is not said.
     """
 
     vocab: int
@@ -41,6 +42,7 @@ class Dimensions:
     qk_norm: bool = False
     family: str = ""
     experts_per_token: int = 0
+    positions: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

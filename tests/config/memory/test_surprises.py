@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from dslaunch.config.memory.larger_changes import larger_changes
 from dslaunch.config.memory.planner import plan_memory
 from dslaunch.config.memory.setup import Setup
@@ -57,6 +59,18 @@ def test_a_step_in_fp32_is_not_said_to_have_16_bit_gradients() -> None:
     (full,) = (found.text for found in of(fp32) if "optimizer's step" in found.text)
     assert "fp32 gradients" in low
     assert "16 bit" not in full
+
+
+@pytest.mark.parametrize(("family", "words"), [("llama", "learned nothing"), ("gpt2", "stops the run")])
+def test_samples_beyond_the_model_s_context_are_told_of(family: str, words: str) -> None:
+    run = setup(max_length=4096)
+    for positions, told in ((4095, True), (4096, False), (None, False)):
+        dims = dataclasses.replace(run.model.dims, positions=positions, family=family)
+        texts = [
+            found.text
+            for found in of(dataclasses.replace(run, model=dataclasses.replace(run.model, dims=dims)))
+        ]
+        assert any(words in t and "max_length 4096 is more than the 4095" in t for t in texts) == told
 
 
 def test_logits_are_mentioned_where_they_are_a_quarter_of_the_peak() -> None:
