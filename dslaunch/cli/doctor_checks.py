@@ -63,6 +63,7 @@ def find_problems(
     ``held_here``: locks that a process of this machine has open, which need be none of the hosts.
     """
     from dslaunch.launch.preflight import CLOCK_HINT, clock_problem, held_locks
+    from dslaunch.launch.startup import hint_for
 
     found: list[HostFinding] = []
     held = held_locks([one.facts for one in probed if one.facts]) | held_here
@@ -70,7 +71,8 @@ def find_problems(
     for one in probed:
         name = one.host.name
         if one.facts is None:
-            found.append(HostFinding("unreachable", "error", name, one.problem or "no answer"))
+            why = one.problem or "no answer"
+            found.append(HostFinding("unreachable", "error", name, why, hint_for(why.encode())))
             continue
         say = _Sayer(found, name)
         _check_python(say, one.facts, wanted)

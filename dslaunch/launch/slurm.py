@@ -54,6 +54,11 @@ WORTH_ANOTHER_TRY = (
     b"Socket timed out", b"Unable to contact slurm controller", b"Zero Bytes were transmitted",
     b"Connection refused",
 )  # fmt: skip
+HINTS = {
+    # 22.05, of a job by --gpus whose nodes have different numbers of them.
+    b"Invalid generic resource": "ask for GPUs by node (sbatch --gpus-per-node): a step on one node gets no"
+    " more of them than the job's first node has",
+}
 
 
 def build_agent_command(

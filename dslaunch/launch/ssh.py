@@ -29,6 +29,12 @@ OPTIONS = {
 }
 # On exit 255 ssh's own text holds one of these where another try may succeed (MaxStartups, a booting host).
 WORTH_ANOTHER_TRY = (b"Connection refused", b"Connection reset", b"Connection closed by", b"kex_exchange")
+# And what each of its refusals takes.
+HINTS = {
+    b"Host key verification failed": "connect by hand once (ssh HOST), or add its key to known_hosts",
+    b"Permission denied (": "see that `ssh HOST true` asks nothing: ssh-copy-id HOST, or a running ssh-agent",
+    b"Could not resolve hostname": "correct the name in the hostfile, or give it a HostName in ~/.ssh/config",
+}
 
 
 def build_agent_command(

@@ -52,6 +52,8 @@ WORTH_ANOTHER_TRY = {
     "mpich": mpich.WORTH_ANOTHER_TRY,
     "pdsh": pdsh.WORTH_ANOTHER_TRY,
 }
+# What to do about what they say otherwise. The MPIs and pdsh reach hosts by ssh, most often.
+_HINTS = {**ssh.HINTS, **slurm.HINTS}
 # Programs that stay when what they started has failed, and how that is seen.
 HAS_GIVEN_UP: Mapping[str, Callable[[int], bool]] = {"mpich": mpich.has_given_up}
 
@@ -228,6 +230,10 @@ class Startup:
         self._connecting.discard(node_rank)
         self._unusable.setdefault(link.host.name, (why, hint))
 
+    def note_lost(self, link: AgentLink, how: str) -> None:
+        """An agent, or the way to it, ended without a last word."""
+        self.note_unusable(link, how, hint_for(link.stderr))
+
     def note_silent(self) -> list[AgentLink]:
         """Hosts that have not answered in time are unusable; their links."""
         self._end_those_that_gave_up()
@@ -366,6 +372,11 @@ class Startup:
         if len(hosts) == self.plan.topology.num_nodes:
             return None
         return f"leave out what cannot be used: --exclude {filter_text(hosts)}"
+
+
+def hint_for(said: bytes) -> str | None:
+    """What to do where the way to a host ended with these words; None where nothing is known."""
+    return next((hint for words, hint in _HINTS.items() if words in said), None)
 
 
 def describe_lost_agent(link: AgentLink) -> str:

@@ -277,7 +277,7 @@ class _Launch:
                 self._say(f"{how}; trying again")
                 self._start_agents()
                 return
-            self.startup.note_unusable(link, how, None)
+            self.startup.note_lost(link, how)
             self._start_agents()
             self._go_on_starting()
             return

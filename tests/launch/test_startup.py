@@ -50,7 +50,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
         try:
             exit_code = supervise(plan, events=None, out=io.BytesIO(), err=err).exit_code
         except HostsUnusable as error:
-            return error.exit_code, err.getvalue().decode() + error.message
+            return error.exit_code, f"{err.getvalue().decode()}{error.message}\nhint: {error.hint}"
         return exit_code, err.getvalue().decode()
 
     return run
@@ -124,6 +124,23 @@ def test_fewer_connect_at_once_where_some_are_turned_away(tmp_path: Path) -> Non
     assert len(again) == startup._LEAST_FANOUT
     for link in again:
         link.close(1.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("Permission denied (publickey).", "see that `ssh HOST true` asks nothing"),
+        ("Host key verification failed.", "connect by hand once (ssh HOST)"),
+        ("bash: /bin/sh: Permission denied", None),
+    ],
+)
+def test_what_ssh_refuses_has_a_hint(start: Supervise, said: str, hint: str | None) -> None:
+    code, text = start(2, {"node2.invalid": f"echo '{said}' >&2; exit 255"})
+    assert code == 3
+    assert f"host node2.invalid: the connection to node2.invalid ended: {said}; nothing was started" in text
+    found = text.rpartition("hint: ")[2]
+    leave = "leave out what cannot be used: --exclude node2.invalid"
+    assert found == leave if hint is None else found.startswith(hint) and found.endswith(f"; or {leave}")
 
 
 def test_it_is_said_which_hosts_are_waited_for(start: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
