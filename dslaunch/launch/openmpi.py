@@ -25,7 +25,9 @@ _PLACE_OF_THE_AGENT = (
     "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_UNIVERSE_SIZE", "PMIX_RANK",
     "PMIX_NAMESPACE", "PMIX_ID", "PMIX_SERVER_URI2", "PMIX_SERVER_URI3", "PMIX_SERVER_URI4",
 )  # fmt: skip
-WORTH_ANOTHER_TRY = mpi.WORTH_ANOTHER_TRY
+# Two that start in the same instant may both want to make the folder of this host's sessions
+# (TMPDIR/ompi.HOST.UID): the one that comes second gives up, and finds it the next time.
+WORTH_ANOTHER_TRY = (*mpi.WORTH_ANOTHER_TRY, b"File exists")
 
 
 def build_agent_command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 
 def utf8(word: str) -> str:
@@ -27,9 +28,9 @@ def said(stderr: bytes, most: int, *, noise: bytes = b"") -> str:
     """What a program that led to a host complained of: the end of it, at most ``most`` characters.
 
     ``noise``: what came on its stdout, where an account that lets nobody in says so.
-    Open MPI puts a page of general advice, in a frame of dashes, behind what ssh said.
+    Open MPI puts a page of advice, in a frame of dashes, behind what ssh said, and its own words in one.
     """
-    text = stderr.decode("utf-8", "surrogateescape").strip()
+    text = re.sub(r"\A-{20,}\n", "", stderr.decode("utf-8", "surrogateescape").strip())
     own, frame, _ = text.partition("\n-----")
     words = printable((own if frame else text).strip()[-most:])
     there = printable(noise.decode("utf-8", "surrogateescape").strip()[-most:])

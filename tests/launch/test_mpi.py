@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -67,6 +68,22 @@ def test_what_keeps_it_from_starting(way: ModuleType, program: str, tmp_path: Pa
         way.check_hosts(topology, {"PATH": "/nowhere"})
     with pytest.raises(ConfigError, match=r"host b: mpi.* takes names without user"):
         way.check_hosts(topology, programs(tmp_path))
+
+
+def test_an_mpirun_that_started_with_another_one_is_started_again(tmp_path: Path) -> None:
+    """As 4.1.4 says it where two want to make the folder of the host's sessions in the same instant."""
+    words = "A call to mkdir was unable to create the desired directory:\n\n  Error:     File exists\n"
+    said = shlex.quote("-" * 74 + "\n" + words)
+    once = f"mkdir {tmp_path}/tried 2>/dev/null && {{ echo {said} >&2; exit 213; }}"
+    program = Path(programs(tmp_path)["PATH"], "mpirun")
+    program.write_text(f'#!/bin/sh\n{once}\nshift 6\nexec "$@"\n')  # -np 1 --bind-to none --host NAME
+    (tmp_path / "hosts").write_text("n2.invalid slots=1\n")
+    flags = ["--hostfile", f"{tmp_path}/hosts", "--gpu", "cpu", "--via", "openmpi"]
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    with Launched(flags, python("print('up')"), run_dir=tmp_path / "run", env=env) as launched:
+        code, out, err = launched.wait()
+    assert (code, out) == (0, "up\n"), err
+    assert f"the connection to n2.invalid ended: {words.strip()}; trying again" in err
 
 
 @pytest.fixture(scope="module")
