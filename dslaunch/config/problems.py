@@ -209,6 +209,9 @@ def _wanted(error: Any) -> str:
     if kind in bounds:
         limit = next(iter(context.values()))
         return f"{bounds[kind]} {limit:g}" if isinstance(limit, float) else f"{bounds[kind]} {limit}"
+    if kind == "multiple_of":
+        step = int(context["multiple_of"])
+        return f"a multiple of {step}, as {int(error['input']) // step * step + step} is"
     if kind == "literal_error":
         return "one of " + re.sub(r"'", "", str(context["expected"])).replace(" or ", ", ")
     if kind in ("too_short", "too_long", "string_too_short"):

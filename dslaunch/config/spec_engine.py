@@ -126,7 +126,9 @@ class ZeroSpec(Section):
     contiguous_gradients: bool | None = Field(None, description="Copy gradients to one contiguous buffer.")
     reduce_scatter: bool | None = Field(None, description="Reduce-scatter in place of all-reduce.")
     reduce_bucket_size: PositiveInt | None = Field(None, description="Elements reduced at once.")
-    allgather_bucket_size: PositiveInt | None = Field(None, description="Elements gathered at once.")
+    allgather_bucket_size: Annotated[int, Field(gt=0, multiple_of=2)] | None = Field(
+        None, description="Elements gathered at once; DeepSpeed takes an even number alone."
+    )
     round_robin_gradients: bool | None = Field(None, description="Spread gradient copies over the ranks.")
     sub_group_size: PositiveInt | None = Field(None, description="Elements updated at once by the optimizer.")
     stage3_prefetch_bucket_size: NonNegativeInt | None = Field(

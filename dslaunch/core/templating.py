@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import jinja2
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_OURS = re.compile(r"'\w+(?:\.\w+)+ object'")  # an object of a class of ours, by its module
 _MARK = re.compile("\x00(.*?):(\\d+)\x00")
 
 
@@ -110,7 +111,8 @@ def _render(source: TemplateFile | str, context: Mapping[str, Any], *, marked: b
         raise ConfigError(f"{_place(error, name)}: there is no template {error.name}", hint=hint) from None
     except jinja2.UndefinedError as error:
         hint_ = _nearest_name(str(error.message), context)
-        raise ConfigError(f"{_place(error, name)}: {error.message}", hint=hint_) from None
+        message = _OURS.sub("this value", str(error.message))
+        raise ConfigError(f"{_place(error, name)}: {message}", hint=hint_) from None
     except jinja2.TemplateError as error:
         raise ConfigError(f"{_place(error, name)}: {error.message}") from None
     except Exception as error:  # a template may do anything to a value: divide by it, index it
@@ -165,15 +167,19 @@ def _to_json(value: Any) -> str:
 
 
 def _place(error: BaseException, name: str) -> str:
-    """``file:line`` of the innermost template frame: jinja2 rewrites tracebacks to template lines."""
+    """``file:line`` of the innermost template, and those that include it: jinja2 rewrites tracebacks."""
     root = str(template_root())
-    place, traceback = name, error.__traceback__
+    lines: dict[str, int] = {}
+    traceback = error.__traceback__
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if file == name or file.startswith(f"{root}/"):
-            place = f"{file.removeprefix(f'{root}/')}:{traceback.tb_lineno}"
+            lines[file.removeprefix(f"{root}/")] = traceback.tb_lineno
         traceback = traceback.tb_next
-    return place
+    if not lines:
+        return name
+    *outer, inner = (f"{file}:{line}" for file, line in lines.items())
+    return inner + (f" (included at {', '.join(reversed(outer))})" if outer else "")
 
 
 def _nearest_name(message: str, context: Mapping[str, Any]) -> str | None:

@@ -94,6 +94,8 @@ def _zero_value(rng: random.Random, key: str, stage: int) -> Any:
         device = rng.choice(["cpu", "nvme"])
         block: dict[str, Any] = {"device": device, "pin_memory": rng.random() < 0.5}
         return {**block, "nvme_path": "/nvme"} if device == "nvme" else block
+    if key == "allgather_bucket_size":
+        return rng.choice([2, 1000, 5 * 10**7, 10**9])
     if "size" in key or "distance" in key or "threshold" in key or "live" in key:
         return rng.choice([1, 1000, 5 * 10**7, 10**9])
     return rng.random() < 0.5

@@ -178,6 +178,11 @@ def test_all_unquoted_numbers_of_a_file_are_one_note() -> None:
             "write stage3_prefetch_bucket_size: 15099494",
         ),
         ("train_micro_batch_size_per_gpu: 0", "train_micro_batch_size_per_gpu: 0 is not > 0", None),
+        (
+            "zero_optimization: {allgather_bucket_size: 3}",
+            "zero_optimization.allgather_bucket_size: 3 is not a multiple of 2, as 4 is",
+            None,
+        ),
         ("cluster: {master_port: 70000}", "cluster.master_port: 70000 is not <= 65535", None),
         ("adapter: {lora_dropout: 1}", "adapter.lora_dropout: 1 is not < 1", None),
         (

@@ -195,7 +195,7 @@ def test_overrides_cannot_contradict_the_run_file(written: str, message: str, hi
         ("optimizer: {lr: 1}", "optimizer.lr: optimizer is decided by", "set optimizer.lr in the run file"),
         (
             "optimizer: {legacy_fusion: true}",
-            "optimizer.legacy_fusion: acts in fp16 at stage 0 only",
+            "optimizer.legacy_fusion: acts in fp16 and bf16 at stage 0 with the fused Adam only",
             "remove it",
         ),
         ("fp16: {auto_cast: true}", "fp16 is off, so auto_cast does nothing", "remove"),

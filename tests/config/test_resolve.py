@@ -297,7 +297,7 @@ model: {path: ./none, revision: main, chat_template: t.jinja}
 data:
   train: [{path: org/a, weight: 1}, org/b]
   eval: {path: org/c, weight: 1}
-zero_optimization: {stage: 0, stage3_max_live_parameters: 5, allgather_bucket_size: 7}
+zero_optimization: {stage: 0, stage3_max_live_parameters: 5, allgather_bucket_size: 8}
 optimizer: {type: SGD, params: {betas: [0.9, 0.9], nesterov: true}}
 scheduler: {warmup_steps: 1, warmup_ratio: 0.1}
 num_train_epochs: 1

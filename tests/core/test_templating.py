@@ -64,9 +64,15 @@ def test_errors_name_file_and_line(text: str, message: str) -> None:
     assert wrong(text).message.startswith(message)
 
 
-def test_an_error_in_a_part_names_the_part(root: Path) -> None:
+def test_an_error_in_a_part_names_each_level(root: Path) -> None:
     (root / "part.j2").write_text("\n\n{{ nothing }}")
-    assert wrong("{% include 'part.j2' %}").message == "part.j2:3: 'nothing' is undefined"
+    (root / "outer.j2").write_text("\n{% include 'part.j2' %}")
+    expected = "part.j2:3 (included at outer.j2:2, my.j2:1): 'nothing' is undefined"
+    assert wrong("{% include 'outer.j2' %}").message == expected
+
+
+def test_an_undefined_field_is_told_without_our_class() -> None:
+    assert wrong("{{ batch.size }}").message == "my.j2:1: this value has no attribute 'size'"
 
 
 @pytest.mark.parametrize(
