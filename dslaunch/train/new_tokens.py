@@ -134,9 +134,9 @@ def _vocabulary_weights(model: Any) -> list[torch.nn.Parameter]:
 def _gathered(weights: Sequence[torch.nn.Parameter], *, modifier_rank: int | None) -> Any:
     if not any(hasattr(weight, "ds_id") for weight in weights):
         return contextlib.nullcontext()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    return GatheredParameters(list(weights), modifier_rank=modifier_rank)
+    return deepspeed.zero.GatheredParameters(list(weights), modifier_rank=modifier_rank)
 
 
 def _shape(weight: Any) -> torch.Size:

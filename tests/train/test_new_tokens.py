@@ -18,6 +18,7 @@ from tests.train.rank_quantised import FOUR
 
 SCRIPT = Path(__file__).with_name("rank_plans.py")
 TOOL, END = "<|tool|>", "<|end_of_tool|>"
+ROWS = replace(LORA, trainable_token_indices=(272, 279))  # of "house"
 KINDS: dict[str, dict[str, Any]] = {
     "full-0": {"model_dir": "untied", "zero_stage": 0},
     "full-3": {"model_dir": "untied", "zero_stage": 3},
@@ -27,6 +28,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "model_dir": "untied", "zero_stage": 3, "adapter": LORA, "precision": "bf16",
         "model": {"quantization_config": FOUR},
     },
+    # The model has rows to spare, so that embedding and head stay as ZeRO has partitioned them.
+    "spare-1": {"model_dir": "spare", "zero_stage": 1, "adapter": ROWS},
+    "spare-3": {"model_dir": "spare", "zero_stage": 3, "adapter": ROWS},
 }  # fmt: skip
 
 
@@ -43,8 +47,8 @@ def write_tools(path: Path) -> Path:
 @pytest.fixture(scope="module")
 def runs(ops_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPlan]:
     root = tmp_path_factory.mktemp("tokens")
-    for name in ("tied", "untied"):
-        make_tiny_model_dir(root / name, tie=name == "tied", layers=1)
+    for name, vocabulary in (("tied", 384), ("untied", 384), ("spare", 400)):
+        make_tiny_model_dir(root / name, tie=name == "tied", layers=1, vocab_size=vocabulary)
     data, plans = write_tools(root / "tools.jsonl"), {}
     for name, kind in KINDS.items():
         model = {"new_tokens": (TOOL, END), **kind.get("model", {})}
@@ -71,10 +75,34 @@ def logits(model: Any, tokenizer: Any) -> Any:
         return model.eval().float()(input_ids=ids).logits
 
 
-@pytest.mark.parametrize(("one", "other"), [("full-0", "full-3"), ("lora-1", "lora-3")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("full-0", "full-3"), ("lora-1", "lora-3"), ("spare-1", "spare-3")]
+)
 def test_partitioned_or_not_the_training_is_the_same(runs: dict[str, RunPlan], one: str, other: str) -> None:
     assert losses(runs[one]) == pytest.approx(losses(runs[other]), rel=1e-4)
     assert losses(runs[one])[-1] < losses(runs[one])[0] - 0.1
+
+
+def test_rows_are_trained_where_the_embedding_stays_partitioned(
+    runs: dict[str, RunPlan], tmp_path: Path
+) -> None:
+    """Those that are named and those of new tokens, of the embedding; of new ones in the head."""
+    from safetensors.torch import load_file
+
+    from dslaunch.train.export import export_checkpoint
+
+    found = []
+    for name in ("spare-1", "spare-3"):
+        export_checkpoint(Path(runs[name].launch.run_dir), tmp_path / name)
+        adapter = load_file(tmp_path / name / "adapter_model.safetensors")
+        rows = {key: value for key, value in adapter.items() if "token_adapter" in key}
+        assert sorted(len(value) for value in rows.values()) == [2, 4]
+        found.append(rows)
+    base = load_file(Path(runs["spare-1"].model.path) / "model.safetensors")
+    for key, value in found[0].items():
+        assert found[1][key].allclose(value, atol=1e-4)
+        if "embed_tokens" in key:
+            assert not value[:2].allclose(base["model.embed_tokens.weight"][[272, 279]], atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["full-0", "full-3"])
