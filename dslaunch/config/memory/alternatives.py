@@ -119,6 +119,7 @@ def _changed(setup: Setup) -> Iterator[Setup]:
                 zero=zero,
                 gradient_checkpointing=again,
                 micro_batch=size,
+                mask=setup.mask and (size == setup.micro_batch or size > 1 or setup.mask_alone),
                 accumulation=accumulation,
                 grad_accum_fp32=setup.precision == "bf16" and stage > 0 and accumulation > 1,
             )

@@ -189,6 +189,7 @@ def _worker_setup(
         gradient_checkpointing=gradient_checkpointing,
         attention=attention,
         mask=packing or batch.train_micro_batch_size_per_gpu > 1,
+        mask_alone=packing,
         lora_r=adapter.r if adapter else 0,
         lora_dropout=adapter.lora_dropout if adapter else 0.0,
         optimizer=cost_of(
@@ -224,7 +225,7 @@ def setup_of_config(
         stage = config["zero_optimization"]["stage"]
         _check_on_disk(facts.on_disk, training.method, stage, precision, device_type)
     full, e = training.method == "full", 4 if precision == "fp32" else 2
-    reward = training.task == "reward"
+    reward, pairs = training.task == "reward", training.task in ("dpo", "reward")
     model = with_value_head(facts) if reward else facts
     trained, frozen = adapted(model, training.method, r=training.lora_r, bytes_each=e, value_head=reward)
     return Setup(
@@ -247,7 +248,8 @@ def setup_of_config(
         grad_accum_fp32=accumulates_in_fp32(config),
         gradient_checkpointing=training.gradient_checkpointing,
         attention=training.attention,
-        mask=batch.train_micro_batch_size_per_gpu > 1 or training.task in ("dpo", "reward"),
+        mask=batch.train_micro_batch_size_per_gpu > 1 or pairs,
+        mask_alone=pairs,
         lora_r=0 if full else training.lora_r,
         optimizer=optimizer_cost(config, device_type),
         device_type=device_type,

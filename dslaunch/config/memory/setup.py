@@ -134,10 +134,11 @@ class Setup:
     """One way to run. ``trainable`` and ``frozen`` are in the order of ``model.parameters()``.
 
     ``grad_accum_fp32``: data_types.grad_accum_dtype is fp32 under bf16 or fp16. ``mask``: rows are
-    padded or packed, so that sdpa gets an explicit mask. ``loss``: whose code computes it,
-    transformers' own or dslaunch's. ``ranks_per_host`` is that of the fullest host. ``task``: dpo and
-    reward take two sequences a sample; ``roles`` has the other models of a task. ``value_head``: a row of
-    ``hidden`` in place of the lm head. ``precomputed_reference``: its log-probs come with the data.
+    padded or packed, so that sdpa gets an explicit mask; ``mask_alone``: at a micro-batch of 1 too.
+    ``loss``: whose code computes it, transformers' own or dslaunch's. ``ranks_per_host`` is that of the
+    fullest host. ``task``: dpo and reward take two sequences a sample; ``roles`` has the other models of a
+    task. ``value_head``: a row of ``hidden`` in place of the lm head. ``precomputed_reference``: its
+    log-probs come with the data.
     ``autocast``: what is trained is fp32 and computed with in 16 bits, as ``precision`` fp32 counts it.
     """
 
@@ -159,6 +160,7 @@ class Setup:
     gradient_checkpointing: bool = False
     attention: Attention = "sdpa"
     mask: bool = False
+    mask_alone: bool = False
     lora_r: int = 0
     lora_dropout: float = 0.0
     optimizer: OptimizerCost = field(default_factory=OptimizerCost)
