@@ -147,6 +147,11 @@ class AgentLink:
         while _is_ready(self.stderr_fd, select.POLLIN, _DRAIN_S) and self.read_stderr():
             pass
 
+    def end_stdin(self) -> None:
+        """Which makes the agent stop its ranks; not yet where something still waits to be sent."""
+        if not self.has_unsent:
+            self._close_stdin()
+
     def close(self, timeout_s: float) -> None:
         """End of stdin makes the agent stop its ranks; wait for it, then be sure."""
         deadline = time.monotonic() + timeout_s

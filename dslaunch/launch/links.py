@@ -101,7 +101,10 @@ class Links:
         self._writing = set(wanted)
 
     def close(self, timeout_s: Callable[[AgentLink], float]) -> None:
-        """Stop what still runs, each within its time."""
-        for link in self._all:
-            link.close(timeout_s(link))
+        """Stop what still runs, each within its time, which is the same for all of them."""
+        by = [(link, time.monotonic() + timeout_s(link)) for link in self._all]
+        for link, _ in by:
+            link.end_stdin()
+        for link, deadline in by:
+            link.close(deadline - time.monotonic())
         self._selector.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,8 +19,10 @@ from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host, Topology
 from dslaunch.launch import agent, startup, watch
 from dslaunch.launch.link import AgentLink
+from dslaunch.launch.links import Links
 from dslaunch.launch.orders import encode_orders
 from dslaunch.launch.screen import Screen
+from dslaunch.launch.signals import SignalInbox
 from dslaunch.launch.startup import HostsUnusable
 from dslaunch.launch.supervisor import supervise
 from tests.launch.launching import python
@@ -218,6 +221,19 @@ def test_so_many_hosts_are_not_for_a_process_each(
         f"note: {via} takes a process here for each of {num_hosts} hosts; it is good to about 1000. For more"
     )
     assert (f"{words} use srun or MPI by themselves" in text) == said
+
+
+def test_what_does_not_end_is_waited_for_together() -> None:
+    """An ssh whose channel something holds open."""
+    with SignalInbox() as inbox:
+        links = Links(inbox.fd, inbox.drain)
+        for number in range(12):
+            host = Host(name=f"node{number}", slots=("0",))
+            links.add(AgentLink(host, Command(argv=("sleep", "60")), is_local=False), lambda _: True)
+        begin = time.monotonic()
+        links.close(lambda _: 1.0)
+    assert time.monotonic() - begin < 10  # one after the other took 12
+    assert all(link.process.returncode == -signal.SIGKILL for link in links)
 
 
 def test_a_wrapper_around_ssh_is_killed_with_its_children() -> None:
