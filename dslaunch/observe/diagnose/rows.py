@@ -17,7 +17,7 @@ from typing import Any
 
 from dslaunch.observe.diagnose.facts import Place
 from dslaunch.observe.diagnose.shapes import Record, parse, ranks_in
-from dslaunch.observe.diagnose.source import Found
+from dslaunch.observe.diagnose.source import Found, text_before
 from dslaunch.observe.diagnose.story import Story
 
 _NUMBER = rb"[-+\d.eE]+"
@@ -166,7 +166,7 @@ def _is_as_parsed(rows: Rows, found: Found) -> bool:
     last, match = rows.record(len(rows) - 1), rows.matches[-1]
     whole = match.group()
     begin = len(whole) - len(last.text)
-    alone = Found(last.line, last.text, whole[max(0, begin - 400) : begin], found.block, match.end(), -1)
+    alone = Found(last.line, last.text, text_before(whole, begin, 0), found.block, match.end(), -1)
     parsed = parse(alone)
     return len(parsed) == 1 and replace(parsed[0], spans=None, second=last.second) == last
 

@@ -81,7 +81,7 @@ class LogFile:
                 continue
             limit = _line_start(block, start, len(block) - _AHEAD)
             yield from scanner.scan(block, start, limit)
-            kept = max(0, scanner.stopped_at - _BEHIND)
+            kept = max(0, scanner.stopped_at - _BEHIND - 1)  # one more: it tells whether a number is whole
             block, start = block[kept:], scanner.stopped_at - kept
             scanner.cut(kept)
         yield from scanner.scan(block, start, len(block))
@@ -129,6 +129,13 @@ class LogFile:
                     return
             data = data or stream.read(_BLOCK)
         self.is_cut = not unpacker.eof
+
+
+def text_before(block: bytes, begin: int, since: int) -> bytes:
+    """What stands before a line, from ``since`` on or the end of that; a number is not cut in its middle."""
+    if begin - _BEHIND <= since:
+        return block[since:begin]
+    return block[begin - _BEHIND : begin].lstrip(b"0123456789")
 
 
 def _line_start(block: bytes, start: int, at: int) -> int:
@@ -185,7 +192,7 @@ class _Scanner:
                 end = cr
             if end - begin > _LONGEST:
                 begin, end = max(begin, hit - _LONGEST), min(end, hit + _LONGEST)
-            before = block[max(self._done, begin - _BEHIND, 0) : begin]
+            before = text_before(block, begin, max(self._done, 0))
             found = Found(self.number + 1, block[begin:end], before, block, end, self._done)
             yield found
             self._done = done = end + found.used

@@ -129,6 +129,19 @@ def test_noise_of_any_kind(tmp_path: Path) -> None:
     assert refused < 150
 
 
+@pytest.mark.parametrize("talk", range(355, 400, 3))
+def test_a_bar_far_before_its_line_tells_its_step_whole_or_not_at_all(talk: int, tmp_path: Path) -> None:
+    """Cut in its middle, step 1317 would read 317: the run would seem to have gone back, and overflows go."""
+    attempt = "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 1024, reducing to 512"
+    lines = [
+        f"\r  1%|1   | {step}/100000 [0:01<9:00,  1.0s/it]\nloss: 2.{step}" for step in range(1300, 1316)
+    ]
+    lines += [attempt, "\r  1%|1   | 1317/100000 [0:01<9:00,  1.0s/it]\n" + "x" * talk + "\nloss: 2.5"]
+    found = read(tmp_path, lines)
+    assert (found.num_overflows, len(found.course.overflow_steps)) == (1, 1)
+    assert found.last_step in (1315, 1316, 1317)
+
+
 @pytest.mark.parametrize("ticks", ["none", "all", 0, 1, 2])
 def test_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ticks: str | int) -> None:
     """The two files are put in order by time, and what was written within a millisecond has one time."""
