@@ -13,9 +13,18 @@ from dslaunch.launch import agent
 # Fit for sh, csh and fish alike: no quote, dollar, backslash or exclamation mark inside single quotes
 # that any of them would touch. $0 and $1 are for the inner sh.
 _SHELL = 'p=$0; [ -x "$p" ] || p=python3; exec "$p" -I -S -c "$1"'
+# Python of every version reads this; what we send is none to an older one.
+REFUSE_OLD_PYTHON = (
+    "v=sys.version.split()[0];sys.version_info<(3,8) and sys.exit("
+    'sys.executable+" is Python "+v+": 3.8 or newer is needed");'
+)
+HINTS = {
+    b": 3.8 or newer is needed": "have a newer python3 first in that host's PATH, or the launcher's own"
+    " Python at the same path",
+}
 # The first line of stdin is the program, read byte by byte so that what follows is left for it.
 LOADER = (
-    'import base64,sys,zlib;f=open(0,"rb",0,closefd=False);'
+    f'import base64,sys,zlib;{REFUSE_OLD_PYTHON}f=open(0,"rb",0,closefd=False);'
     'p=f.readline() or sys.exit("nothing came on stdin: does ssh -n, StdinNull or a wrapper keep it?");'
     'exec(compile(zlib.decompress(base64.b64decode(p)),"agent.py","exec"))'
 )

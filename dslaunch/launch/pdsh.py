@@ -16,14 +16,15 @@ from typing import Any
 from dslaunch.core.command import Command
 from dslaunch.core.topology import Host, Topology
 from dslaunch.launch import bridge, mpi, relay
-from dslaunch.launch.carried import packed, packed_agent
+from dslaunch.launch.carried import REFUSE_OLD_PYTHON, packed, packed_agent
 from dslaunch.launch.orders import encode_orders
 from dslaunch.launch.ssh import quoted
 
 # For the inner sh; bridge.py puts in the path of a file.
 _SHELL = 'p=$0; [ -x "$p" ] || p=python3; exec "$p" -I -S -c "$1" "$2"'
 _LOADER = (
-    "import base64,os,sys,zlib;p=bytes.fromhex(sys.argv[1]);os.path.exists(p) or sys.exit("
+    f"import base64,os,sys,zlib;{REFUSE_OLD_PYTHON}"
+    "p=bytes.fromhex(sys.argv[1]);os.path.exists(p) or sys.exit("
     '"the run directory is not seen here: --via pdsh needs one that all hosts share, --via ssh does not");'
     'FILE=open(p,"rb");os.unlink(p);'
     'exec(compile(zlib.decompress(base64.b64decode(FILE.readline())),"relay.py","exec"))'

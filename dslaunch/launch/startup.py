@@ -18,7 +18,7 @@ from dslaunch.core.events import utc_now
 from dslaunch.core.hostfile import filter_text
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host
-from dslaunch.launch import local, mpich, openmpi, pdsh, slurm, ssh
+from dslaunch.launch import carried, local, mpich, openmpi, pdsh, slurm, ssh
 from dslaunch.launch.container import enter_words
 from dslaunch.launch.jit_cache import held_here
 from dslaunch.launch.link import AgentLink
@@ -53,7 +53,7 @@ WORTH_ANOTHER_TRY = {
     "pdsh": pdsh.WORTH_ANOTHER_TRY,
 }
 # What to do about what they say otherwise. The MPIs and pdsh reach hosts by ssh, most often.
-_HINTS = {**ssh.HINTS, **slurm.HINTS}
+_HINTS = {**carried.HINTS, **ssh.HINTS, **slurm.HINTS}
 # Programs that stay when what they started has failed, and how that is seen.
 HAS_GIVEN_UP: Mapping[str, Callable[[int], bool]] = {"mpich": mpich.has_given_up}
 

@@ -17,9 +17,10 @@ import pytest
 
 from dslaunch.core.command import Command
 from dslaunch.core.topology import Host
-from dslaunch.launch import agent
+from dslaunch.launch import agent, pdsh
 from dslaunch.launch.carried import LOADER, loader_argv, packed_agent
 from dslaunch.launch.link import AgentLink
+from dslaunch.launch.startup import hint_for
 from tests.launch.launching import wait_until
 from tests.support.machine import CANNOT_RUN
 
@@ -66,16 +67,30 @@ def test_it_is_python_3_8() -> None:
     assert "from __future__ import annotations" in SOURCE  # list[int] is no type at run time in 3.8
 
 
-def test_it_runs_under_python_3_8(tmp_path: Path) -> None:
-    """The real one, where this machine has it: by its name, or as pyenv keeps it."""
-    kept = sorted(
-        Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv").glob("versions/3.8.*/bin/python")
-    )
-    for python in [*map(str, kept), *filter(None, [shutil.which("python3.8")])]:
+def real_python(version: str) -> str:
+    """One of this version, by its name or as pyenv keeps it. Skips the test where this machine has none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    kept = sorted(map(str, pyenv.glob(f"versions/{version}.*/bin/python")))
+    for python in [*kept, *filter(None, [shutil.which(f"python{version}")])]:
         if subprocess.run([python, "--version"], capture_output=True, timeout=30).returncode == 0:
-            break
-    else:
-        pytest.skip(f"{CANNOT_RUN}there is no Python 3.8")
+            return python
+    pytest.skip(f"{CANNOT_RUN}there is no Python {version}")
+
+
+@pytest.mark.parametrize("version", ["2.7", "3.6", "3.7"])
+def test_an_older_python_is_told_in_words(version: str) -> None:
+    python = real_python(version)
+    for loader in (LOADER, pdsh._LOADER):
+        argv = [python, "-c", loader, "00"]
+        done = subprocess.run(argv, input=packed_agent(), capture_output=True, timeout=30)
+        assert (done.returncode, done.stdout) == (1, b"")
+        assert done.stderr.startswith(f"{python} is Python {version}.".encode())
+        assert done.stderr.endswith(b": 3.8 or newer is needed\n")
+    assert (hint_for(done.stderr) or "").startswith("have a newer python3 first")
+
+
+def test_it_runs_under_python_3_8(tmp_path: Path) -> None:
+    python = real_python("3.8")
     environ = {"env": {"SAID": "it's %n"}, "packages": ["torch"], "host_timeout_s": 30.0}
     stdin = packed_agent() + orders(tmp_path, ["/bin/sh", "-c", 'echo "$SAID"; exit 7'], **environ)
     with subprocess.Popen(
