@@ -11,6 +11,9 @@ from dslaunch.config.check.keys import is_comment
 from dslaunch.config.schema import find_key
 
 
+_OVERLAP = "zero_optimization.overlap_comm"  # left out it depends on the stage
+
+
 @dataclass(frozen=True)
 class Difference:
     """A key and what each config makes of it. ``None``: not there, and no default is known."""
@@ -40,6 +43,8 @@ def effective_values(config: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in _leaves(config, ""):
         for key, meaning in _today(path, value):
             values[key] = meaning
+    if values.get(_OVERLAP) is None:
+        values[_OVERLAP] = values.get("zero_optimization.stage", 0) == 3
     return values
 
 

@@ -56,10 +56,10 @@ def _check_section(checker: Checker, path: KeyPath, block: dict[str, Any], kind:
 def _check_known(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
     version = checker.target.version
     if key.removed:
-        if _known_at(version, key.removed) is not False:
+        if known_at(version, key.removed) is not False:
             _report_removed(checker, path, key)
         return
-    if key.since and _known_at(version, key.since) is False:
+    if key.since and known_at(version, key.since) is False:
         checker.report(
             "too-new",
             "error",
@@ -75,7 +75,7 @@ def _check_known(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
         _check_section(checker, path, value, key.type)
 
 
-def _known_at(version: str, since: str) -> bool | None:
+def known_at(version: str, since: str) -> bool | None:
     """Whether ``version`` has what the table saw first in ``since``; None where that is open."""
     if parse_version(version) >= parse_version(since):
         return True

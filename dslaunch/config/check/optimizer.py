@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dslaunch.config.check.arguments import check_arguments, check_combinations, is_number, nearest
 from dslaunch.config.check.context import PARENT, Checker
+from dslaunch.config.check.keys import known_at
 from dslaunch.config.check.optimizer_variant import check_variant
 from dslaunch.config.check.schedule import check_course
 from dslaunch.config.check.torch_schedule import check_torch_schedule
+from dslaunch.config.schema import VERSION
 from dslaunch.config.schema.optimizers import (
     GONE_OPTIMIZERS,
     NEEDED,
@@ -45,6 +47,8 @@ def _check_type(checker: Checker) -> Optimizer | None:
     if (found := find_optimizer(name)) is not None:
         return found
     if name.lower() in GONE_OPTIMIZERS:
+        if known_at(checker.target.version, VERSION) is False:
+            return None  # there, in that version
         message, hint = f"{name} is not in DeepSpeed 0.19.8 any more: it stops at start", "use AdamW"
     else:
         near = nearest(name.lower(), [key.lower() for key in OPTIMIZERS], n=1)
