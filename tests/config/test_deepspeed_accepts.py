@@ -78,7 +78,7 @@ def test_every_zero_key_is_read_by_deepspeed() -> None:
     fields = ZeroSpec.model_fields
     for key, stages in ACTING_STAGES.items():
         kind = str(fields[key].annotation)
-        text = values.get(key) or ("true" if "bool" in kind else "12345")
+        text = values.get(key) or ("true" if "bool" in kind else "12346")
         for stage in stages:
             written = f"{NEEDS}train_batch_size: 1\nzero_optimization: {{stage: {stage}, {key}: {text}}}\n"
             nvme = {"zero_optimization.offload_param.nvme_path": PathFact("directory", "/nvme")}
@@ -90,7 +90,7 @@ def test_every_zero_key_is_read_by_deepspeed() -> None:
             elif key == "offload_optimizer":
                 assert (found.device, found.pin_memory) == ("cpu", True)
             else:
-                assert found == (True if text == "true" else 12345)
+                assert found == (True if text == "true" else 12346)
 
 
 def test_names_and_defaults_are_deepspeeds_own() -> None:

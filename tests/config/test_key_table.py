@@ -144,13 +144,16 @@ def test_every_argument_is_explained_with_its_default() -> None:
     from deepspeed.runtime import lr_schedules
 
     named = {f"optimizer.params.{name}" for found in OPTIMIZERS.values() for name in found.params}
-    named |= {f"scheduler.params.{name}" for params in SCHEDULES.values() for name in params}
+    schedules = {**SCHEDULES, **TORCH_SCHEDULES}
+    named |= {f"scheduler.params.{name}" for params in schedules.values() for name in params}
     assert set(argument_table()) == named
     theirs = (FusedAdam, DeepSpeedCPUAdam, FusedLamb, FusedLion, DeepSpeedCPULion, DeepSpeedCPUAdagrad)
     own = [getattr(torch.optim, found.name) for found in OPTIMIZERS.values() if found.from_torch]
     constructors = {
         "optimizer": [*theirs, torch.optim.AdamW, torch.optim.Adagrad, *own],
-        "scheduler": [getattr(lr_schedules, name) for name in SCHEDULES],
+        "scheduler": [
+            getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name) for name in schedules
+        ],
     }
     for path, argument in argument_table().items():
         section, _, name = path.partition(".params.")

@@ -10,69 +10,29 @@ from typing import Any
 
 from dslaunch.config.check.context import FILLED, Checker
 from dslaunch.config.check.values import broken_bound, in_words, to_number
+from dslaunch.config.schema.arguments import argument_table
 from dslaunch.config.schema.optimizers import NO_JSON
 from dslaunch.config.schema.other_names import OTHER_NAMES
 from dslaunch.core.finding import Edit
 
-_BOOLS = {
-    "adam_w_mode", "torch_adam", "amsgrad", "bias_correction", "fp32_optimizer_states", "set_grad_none",
-    "foreach",
-    "maximize", "fused", "capturable", "differentiable", "nesterov", "centered", "cycle_momentum",
-    "lr_range_test_staircase", "decoupled_weight_decay", "eps_inside_sqrt", "three_phase",
-}  # fmt: skip
-_COUNTS = {
-    "warmup_num_steps", "total_num_steps", "cycle_first_step_size", "cycle_second_step_size",
-    "lr_range_test_step_size", "T_0", "T_mult", "total_steps", "epochs", "steps_per_epoch",
-}  # fmt: skip
-_TEXTS: Mapping[str, tuple[str, ...]] = {  # and the words that there are, where there are few
-    "warmup_type": (),
-    "ns_method": (),
-    "scale_mode": (),
+_WORDS: Mapping[str, tuple[str, ...]] = {
     "CyclicLR.mode": ("triangular", "triangular2", "exp_range"),
     "ReduceLROnPlateau.mode": ("min", "max"),
-    "threshold_mode": ("rel", "abs"),
-    "anneal_strategy": ("cos", "linear"),
+    "OneCycleLR.anneal_strategy": ("cos", "linear"),
+    "ReduceLROnPlateau.threshold_mode": ("rel", "abs"),
+}
+# Narrower than the row of all that have the argument.
+_BOUNDS: Mapping[str, tuple[str, ...]] = {
+    "RMSprop.alpha": (">=0", "<=1"),
+    "ConstantLR.factor": (">=0", "<=1"),
+    "ReduceLROnPlateau.factor": ("<1",),
 }
 _MAY_BE_NULL = {
     "warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count", "step_size_down", "total_steps",
     "epochs", "steps_per_epoch",
 }  # fmt: skip
-_PAIRS = {"betas", "etas", "step_sizes"}
-_ADAFACTOR = "adafactor"  # its eps is a pair, the first of them may be null
-_NOT_BELOW_0 = (">=0",)
-_SHARE = (">=0", "<1")
-_RANGES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            "lr", "muon_lr", "adam_lr", "eps", "weight_decay", "momentum", "lr_decay", "momentum_decay",
-            "initial_accumulator_value", "max_coeff", "min_coeff", "warmup_max_lr", "warmup_min_lr",
-        ),
-        _NOT_BELOW_0,
-    ),
-    **dict.fromkeys(("RMSprop.alpha", "rho"), (">=0", "<=1")),
-    "beta2_decay": ("<=0",),
-    "d": (">=1",),
-    **dict.fromkeys(
-        (
-            "warmup_num_steps", "total_num_steps", "T_max", "T_0", "step_size", "step_size_up", "div_factor",
-            "final_div_factor", "total_steps",
-        ),
-        (">0",),
-    ),
-    **dict.fromkeys(("cycle_min_mom", "cycle_max_mom", "base_momentum", "max_momentum"), ("<1",)),
-    "T_mult": (">=1",),
-    "LinearLR.start_factor": (">0", "<=1"),
-    **dict.fromkeys(("LinearLR.end_factor", "ConstantLR.factor"), (">=0", "<=1")),
-    "ReduceLROnPlateau.factor": ("<1",),
-    "pct_start": (">0", "<1"),
-    "last_epoch": ("-1",),
-}  # fmt: skip
-_PAIR_RANGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "betas": (_SHARE, _SHARE),
-    "etas": ((">0", "<1"), (">1",)),
-    "step_sizes": ((), ()),
-    "eps": (_NOT_BELOW_0, _NOT_BELOW_0),
-}
+_ETAS = ((">0", "<1"), (">1",))
+_PAIR = "list of two numbers"
 
 
 def check_arguments(checker: Checker, section: str, name: str, known: frozenset[str]) -> None:
@@ -134,7 +94,7 @@ def _report_unknown(checker: Checker, path: tuple[str, str, str], name: str, kno
     section, _, key = path
     elsewhere = OTHER_NAMES.get(key, "").removeprefix(f"{section}.params.")
     near = [elsewhere] if elsewhere in known else nearest(key, known, n=1, cutoff=0.7)
-    fits = elsewhere not in _PAIRS  # one of two numbers
+    fits = not near or _kind(section, near[0], name) != _PAIR  # one of two numbers
     renamed = near and fits and near[0] not in checker.block(section, "params")
     checker.report(
         "unknown-key",
@@ -151,7 +111,7 @@ def _check_argument(checker: Checker, path: tuple[str, str, str], name: str, val
     section, _, key = path
     if path in checker.bad or key in NO_JSON:
         return
-    kind = _kind(key, name)
+    kind = _kind(section, key, name)
     if value is None:
         if _needs_value(checker, section, key, kind):
             _report_null(checker, path, kind)
@@ -169,16 +129,10 @@ def _check_argument(checker: Checker, path: tuple[str, str, str], name: str, val
         _check_ranges(checker, path, name, kind, value)
 
 
-def _kind(key: str, name: str) -> str:
-    if key in _PAIRS or (key == "eps" and name.lower() == _ADAFACTOR):
-        return "a list of two numbers"
-    return (
-        "true or false" if key in _BOOLS
-        else "a text" if key in _TEXTS or f"{name}.{key}" in _TEXTS
-        else "a list" if key == "milestones"
-        else "a whole number" if key in _COUNTS
-        else "a number"
-    )  # fmt: skip
+def _kind(section: str, key: str, name: str) -> str:
+    if key == "eps" and name == "Adafactor":
+        return _PAIR  # the first of them may be null
+    return argument_table()[f"{section}.params.{key}"].kind
 
 
 def _needs_value(checker: Checker, section: str, key: str, kind: str) -> bool:
@@ -194,17 +148,18 @@ def _needs_value(checker: Checker, section: str, key: str, kind: str) -> bool:
 
 
 def _report_null(checker: Checker, path: tuple[str, str, str], kind: str) -> None:
-    message, edits = f"is null, but {kind} is expected", (Edit("delete", path),)
+    message, edits = f"is null, but {_wanted(kind)} is expected", (Edit("delete", path),)
     checker.report("type", "error", path, message, "leave it out", fix="remove it", edits=edits)
 
 
 def _report_type(checker: Checker, path: tuple[str, str, str], kind: str, value: Any) -> None:
-    text = value if isinstance(value, str) and kind in ("a number", "a whole number") else ""
+    text = value if isinstance(value, str) and kind in ("number", "whole number") else ""
     number = to_number(text)
     fix = None if number is None else f"write {number}"
     shown = f'"{value}"' if isinstance(value, str) else value
     edits = () if number is None else (Edit("set", path, number),)
-    checker.report("type", "error", path, f"{shown}, but {kind} is expected", fix, fix=fix, edits=edits)
+    message = f"{shown}, but {_wanted(kind)} is expected"
+    checker.report("type", "error", path, message, fix or _hint(path), fix=fix, edits=edits)
 
 
 def _report_auto(checker: Checker, path: tuple[str, str, str]) -> None:
@@ -217,9 +172,9 @@ def _report_auto(checker: Checker, path: tuple[str, str, str]) -> None:
 def _fits(kind: str, value: Any, key: str) -> bool:
     if kind == "true or false":
         return isinstance(value, bool)
-    if kind == "a text":
+    if kind == "text":
         return isinstance(value, str)
-    if kind == "a list of two numbers":
+    if kind == _PAIR:
         first_may_be_null = key == "eps"
         return (
             isinstance(value, list)
@@ -227,9 +182,9 @@ def _fits(kind: str, value: Any, key: str) -> bool:
             and (is_number(value[0]) or (first_may_be_null and value[0] is None))
             and is_number(value[1])
         )
-    if kind == "a list":
+    if kind == "list":
         return isinstance(value, list)
-    if kind == "a whole number":
+    if kind == "whole number":
         decimal = isinstance(value, float) and key == "warmup_num_steps"
         return is_number(value) and value == int(value) and not decimal
     if isinstance(value, list):  # one of each parameter group
@@ -239,23 +194,30 @@ def _fits(kind: str, value: Any, key: str) -> bool:
 
 def _check_ranges(checker: Checker, path: tuple[str, str, str], name: str, kind: str, value: Any) -> None:
     key = path[2]
-    if kind == "a list of two numbers":
-        bounds: Iterable[tuple[Any, tuple[str, ...]]] = zip(value, _PAIR_RANGES[key], strict=True)
-    elif kind == "a text":
-        bounds = [(value, _TEXTS.get(f"{name}.{key}") or _TEXTS.get(key, ()))]
-    else:
-        range_ = _RANGES.get(f"{name}.{key}") or _RANGES.get(key, ())
-        bounds = [(number, range_) for number in (value if isinstance(value, list) else [value])]
-    for number, range_ in bounds:
-        broken = None if number is None else broken_bound(range_, number)
-        if broken is not None and broken[0] in "<>":
-            message = f"{number} is out of range: it must be {in_words(broken)}"
-            hint = "write the number of steps" if key in _COUNTS else None
-            checker.report("range", "error", path, message, hint)
-            return
+    if kind == "text":
+        words = _WORDS.get(f"{name}.{key}", ())
+        if words and value not in words:
+            message = f'"{value}" is not one of {", ".join(words)}'
+            checker.report("choice", "error", path, message, "choose one of them")
+        return
+    bounds = _BOUNDS.get(f"{name}.{key}") or argument_table()[".".join(path)].bounds
+    numbers = [number for number in (value if isinstance(value, list) else [value]) if number is not None]
+    for position, number in enumerate(numbers):
+        broken = broken_bound(_ETAS[position] if key == "etas" else bounds, number)
         if broken is not None:
-            checker.report("range", "error", path, f"{number} is not {broken}", "choose among them")
+            message = f"{number} is out of range: it must be {in_words(broken)}"
+            checker.report("range", "error", path, message, _hint(path))
             return
+
+
+def _hint(path: tuple[str, str, str]) -> str:
+    default = argument_table()[".".join(path)].default
+    known = default != "null" and not default.startswith("(")
+    return f"the default is {default}" if known else "write such a value, or leave it out"
+
+
+def _wanted(kind: str) -> str:
+    return kind if kind == "true or false" else f"a {kind}"
 
 
 def is_number(value: Any) -> bool:

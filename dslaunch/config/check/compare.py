@@ -10,7 +10,6 @@ from dslaunch.config.check.context import default_value
 from dslaunch.config.check.keys import is_comment
 from dslaunch.config.schema import find_key
 
-
 _OVERLAP = "zero_optimization.overlap_comm"  # left out it depends on the stage
 
 

@@ -21,29 +21,11 @@ _SHARES = {  # of optimizer.params.lr
     "warmup_min_ratio": _FALLS,
     "cos_min_ratio": "the rate rises where it should decay",
 }
-_LEAST = {
-    "lr_range_test_step_size": 1,
-    "cycle_first_step_size": 1,
-    "cycle_second_step_size": 0,
-    "cycle_first_stair_count": 0,
-    "cycle_second_stair_count": 0,
-    "decay_step_size": 0,
-    "cycle_min_lr": 0,
-    "cycle_max_lr": 0,
-    "lr_range_test_min_lr": 0,
-    "warmup_min_ratio": 0,
-    "cos_min_ratio": 0,
-}
 
 
 def check_course(checker: Checker, name: str) -> None:
     """What the schedule ``name`` of the config does that nobody wants of it."""
     params = checker.block("scheduler", "params")
-    for key, least in _LEAST.items():
-        value = _number(params.get(key))
-        if value is not None and value < least:
-            message = f"{value:g} is out of range: it must be at least {least}"
-            checker.report("range", "error", ("scheduler", "params", key), message, f"write {least} or more")
     for low, low_default, high, high_default, effect in _ORDER.get(name, ()):
         below, above = _of(params, low, low_default), _of(params, high, high_default)
         if below is not None and above is not None and below > above:

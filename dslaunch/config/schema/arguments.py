@@ -6,11 +6,15 @@ Which constructor takes which is in optimizers.py; the rows are in arguments.txt
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dslaunch.config.schema.optimizers import OPTIMIZERS, SCHEDULES
+from dslaunch.config.schema.optimizers import OPTIMIZERS, SCHEDULES, TORCH_SCHEDULES
+
+_KINDS = ("whole number", "number", "true or false", "list of two numbers", "list")
+_SPAN = re.compile(r"(from|above) (\S+) to (below )?(\S+)")
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,28 @@ class Argument:
         return self.path.rpartition(".")[0]
 
     @property
+    def kind(self) -> str:
+        """``number``, ``whole number``, ``true or false``, ``list of two numbers``, ``list`` or ``text``."""
+        return next((kind for kind in _KINDS if self.type.startswith(kind)), "text")
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """``number from 0 to below 1`` -> ``(">=0", "<1")``."""
+        if self.kind in ("text", "list", "true or false"):
+            return ()
+        rest = self.type.removeprefix(self.kind).strip()
+        if span := _SPAN.fullmatch(rest):
+            return (">" if span[1] == "above" else ">=") + span[2], ("<" if span[3] else "<=") + span[4]
+        return tuple(rest.split(" and ")) if rest else ()
+
+    @property
     def taken_by(self) -> tuple[str, ...]:
         """The optimizers or schedules that have it."""
         section, _, name = self.path.partition(".params.")
-        tables = {"optimizer": {o.name: o.params for o in OPTIMIZERS.values()}, "scheduler": dict(SCHEDULES)}
+        tables = {
+            "optimizer": {o.name: o.params for o in OPTIMIZERS.values()},
+            "scheduler": {**SCHEDULES, **TORCH_SCHEDULES},
+        }
         return tuple(owner for owner, params in tables[section].items() if name in params)
 
 

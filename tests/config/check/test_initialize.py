@@ -118,6 +118,12 @@ def test_what_trains_is_no_error(config: dict[str, Any]) -> None:
     assert errors(config) == []
 
 
+def test_an_optimizer_that_an_older_version_has() -> None:
+    one_bit = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 100}}}
+    assert errors(one_bit) == [("optimizer-type", "optimizer.type")]
+    assert errors(one_bit, version="0.17.6") == []
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory, ops_dir: Path) -> str:
     """What one rank prints, which has looked at all of them."""

@@ -262,6 +262,11 @@ class TestCompare:
         assert compare_configs(a, b) == []
 
     def test_a_difference_in_effect(self) -> None:
+        left_out, written = zero(2), zero(2, overlap_comm=False)
+        assert compare_configs(left_out, written) == []  # off at stage 2, on at stage 3
+        assert [d.key for d in compare_configs(zero(3), zero(3, overlap_comm=False))] == [
+            "zero_optimization.overlap_comm"
+        ]
         (difference,) = compare_configs({"gradient_clipping": 0.5}, {})
         assert (difference.key, difference.a, difference.b) == ("gradient_clipping", 0.5, 1)
         assert [d.key for d in compare_configs({"zero_optimization": True}, {})] == [
