@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dslaunch.core.command import quote
@@ -60,6 +61,11 @@ class Outcome:
         """Where each rank was, when the first failure is a time-out; else empty."""
         first = self.first_failure
         return [] if first is None or not is_time_out(first.tail) else describe_places(self.ends)
+
+    @property
+    def silent(self) -> list[int]:
+        """The ranks of which no end was heard: not started, or on a host that was lost."""
+        return sorted(set(range(self.num_ranks)) - {end.rank for end in self.ends})
 
     @property
     def is_complete(self) -> bool:
@@ -175,8 +181,8 @@ def render_failure(outcome: Outcome, log_path: str, *, shown: frozenset[str] | N
         lines += ["  where the ranks were:", *(f"    | {line}" for line in outcome.places)]
     lines.append(f"  log          {log_path}")
     others = [end for end in outcome.ends if end.rank != first.rank]
-    if others:
-        lines.append(f"  others       {summarise(others)}")
+    if others or outcome.silent:
+        lines.append(f"  others       {_summarise_all(others, outcome.silent)}")
     if first.code < 0:
         lines.append(f"  exit code    {outcome.exit_code}")
     return "\n".join(lines) + "\n"
@@ -186,12 +192,12 @@ def render_lost(outcome: Outcome, lost: LostHost, run_dir: RunDir) -> str:
     """The same when a host was lost: which, how that was seen, its ranks, and what followed."""
     lines = [f"dslaunch: host {lost.host} was lost {lost.seconds:.1f} s after the start: {lost.how}"]
     lines += _steps(outcome)
-    if silent := sorted(set(range(outcome.num_ranks)) - {end.rank for end in outcome.ends}):
+    if silent := outcome.silent:
         lines.append(f"  ranks        {list_ranks(silent)}: how they ended is not known")
         there = f"{lost.host}:" if lost.host in outcome.unshared_hosts else ""
         lines.append(f"  log          {there}{run_dir.rank_log(silent[0])}")
     if outcome.ends:
-        lines.append(f"  others       {summarise(list(outcome.ends))}")
+        lines.append(f"  others       {summarise(outcome.ends)}")
     lines.append(f"  exit code    {outcome.exit_code}")
     return "\n".join(lines) + "\n"
 
@@ -219,10 +225,15 @@ def render_stop(outcome: Outcome) -> str:
         why = f"{list_ranks(list(outcome.late))} did not {what} in time"
     else:
         why = "stopped"
-    return f"{why}: {summarise(list(outcome.ends)) or 'no rank ended by itself'}"
+    return f"{why}: {_summarise_all(outcome.ends, outcome.silent) or 'no rank ended by itself'}"
 
 
-def summarise(ends: list[RankEnd]) -> str:
+def _summarise_all(ends: Sequence[RankEnd], silent: list[int]) -> str:
+    rest = [f"{list_ranks(silent)} not started, or lost"] if silent else []
+    return "; ".join(filter(None, (summarise(ends), *rest)))
+
+
+def summarise(ends: Sequence[RankEnd]) -> str:
     """Which ranks ended which way, in one line."""
     groups: dict[str, list[int]] = {}
     for end in ends:

@@ -60,7 +60,8 @@ def test_the_last_block_of_a_lost_host() -> None:
 def test_the_last_block() -> None:
     first = end(5, -9, tail=tuple(f"line {i}" for i in range(30)))
     others = tuple(end(rank, -15, asked=True) for rank in range(20) if rank != 5)
-    block = render_failure(Outcome(ends=(first, *others), first_failure=first), "/r/logs/rank-5.log")
+    outcome = Outcome(ends=(first, *others), first_failure=first, num_ranks=30)
+    block = render_failure(outcome, "/r/logs/rank-5.log")
     assert block == (
         "dslaunch: rank 5 on n1 failed first: it was killed by signal 9 (SIGKILL: often the kernel's "
         "out-of-memory killer: see `dmesg`, or use less host memory) 1.2 s after the start\n"
@@ -68,7 +69,7 @@ def test_the_last_block() -> None:
         "  last lines of its stderr:\n"
         + "".join(f"    | line {i}\n" for i in range(18, 30))
         + "  log          /r/logs/rank-5.log\n"
-        "  others       ranks 0-4, 6-19 stopped by dslaunch (signal 15)\n"
+        "  others       ranks 0-4, 6-19 stopped by dslaunch (signal 15); ranks 20-29 not started, or lost\n"
         "  exit code    137\n"
     )
 
