@@ -35,6 +35,9 @@ HINTS = {
     b"Permission denied (": "see that `ssh HOST true` asks nothing: ssh-copy-id HOST, or a running ssh-agent",
     b"Could not resolve hostname": "correct the name in the hostfile, or give it a HostName in ~/.ssh/config",
 }
+SILENT_HINT = (
+    "see that `ssh HOST echo` ends well: a login script there may end the shell, wait, or read stdin"
+)
 
 
 def build_agent_command(

@@ -232,7 +232,11 @@ class Startup:
 
     def note_lost(self, link: AgentLink, how: str) -> None:
         """An agent, or the way to it, ended without a last word."""
-        self.note_unusable(link, how, hint_for(link.stderr))
+        self.note_unusable(link, how, hint_for(link.stderr) or self._silent_hint(link))
+
+    def _silent_hint(self, link: AgentLink) -> str | None:
+        by_ssh = self.plan.via == "ssh" and not link.is_local
+        return ssh.SILENT_HINT if by_ssh and not link.said_hello and not link.stderr.strip() else None
 
     def note_silent(self) -> list[AgentLink]:
         """Hosts that have not answered in time are unusable; their links."""
@@ -244,7 +248,7 @@ class Startup:
         for link in silent:
             words = said(link.stderr, 500, noise=b"" if link.said_hello else link.noise)
             it_said = f"; it said: {words}" if words else ""
-            self.note_unusable(link, f"no answer within {_ANSWER_S:g} s{it_said}", None)
+            self.note_unusable(link, f"no answer within {_ANSWER_S:g} s{it_said}", self._silent_hint(link))
         return silent
 
     def _end_those_that_gave_up(self) -> None:

@@ -154,6 +154,15 @@ def test_a_stop_comes_between_the_starts_of_many_ranks(tmp_path: Path) -> None:
     assert sorted(ends) == [(number, -signal.SIGTERM) for number in starts]
 
 
+def test_a_login_that_reads_what_was_meant_for_us_is_told_in_words(tmp_path: Path) -> None:
+    """`read` takes the first line, and others a part of it."""
+    sent = packed_agent() + orders(tmp_path, ["true"])
+    for left in (sent[len(packed_agent()) :], sent[1:], sent[20000:]):
+        done = subprocess.run(loader_argv(), input=left, capture_output=True, timeout=30)
+        assert (done.returncode, done.stdout) == (1, b"")
+        assert done.stderr.startswith(b"a part of stdin was taken there: does a login script (.bashrc)")
+
+
 def test_end_of_stdin_stops_ranks_that_ignore_term(tmp_path: Path) -> None:
     process = start()
     stubborn = "trap '' TERM; touch ready; while :; do sleep 1; done"

@@ -135,12 +135,14 @@ def test_fewer_connect_at_once_where_some_are_turned_away(tmp_path: Path) -> Non
         ("Permission denied (publickey).", "see that `ssh HOST true` asks nothing"),
         ("Host key verification failed.", "connect by hand once (ssh HOST)"),
         ("bash: /bin/sh: Permission denied", None),
+        ("", "see that `ssh HOST echo` ends well"),
     ],
 )
 def test_what_ssh_refuses_has_a_hint(start: Supervise, said: str, hint: str | None) -> None:
     code, text = start(2, {"node2.invalid": f"echo '{said}' >&2; exit 255"})
     assert code == 3
-    assert f"host node2.invalid: the connection to node2.invalid ended: {said}; nothing was started" in text
+    how = f": {said}" if said else " (code 255)"
+    assert f"host node2.invalid: the connection to node2.invalid ended{how}; nothing was started" in text
     found = text.rpartition("hint: ")[2]
     leave = "leave out what cannot be used: --exclude node2.invalid"
     assert found == leave if hint is None else found.startswith(hint) and found.endswith(f"; or {leave}")
