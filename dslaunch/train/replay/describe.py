@@ -45,7 +45,10 @@ def _broken(weights: Sequence[Json]) -> list[str]:
     for weight in weights[:_SAMPLES_SHOWN]:
         at = f", first at {weight['first_bad']}" if weight["first_bad"] is not None else ""
         of = "" if weight["whole"] else " of one rank's share"
-        lines.append(f"  broken weight: {weight['name']} holds {_bad(weight)}{of}{at}")
+        tied = "".join(f", tied with {name}" for name in weight.get("tied", ()))
+        lines.append(
+            f"  broken weight: {weight['name']}{tied}{',' if tied else ''} holds {_bad(weight)}{of}{at}"
+        )
     more = len(weights) - _SAMPLES_SHOWN
     return [*lines, f"  and {more} more"] if more > 0 else lines
 

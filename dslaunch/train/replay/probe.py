@@ -140,9 +140,15 @@ def probing(model: torch.nn.Module) -> Iterator[Probe]:
 
 
 def find_broken_weights(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """The weights of this rank that hold nan or inf: name and range (at stage 3 of its share)."""
+    """The weights of this rank that hold nan or inf: name and range (at stage 3 of its share).
+
+    ``tied``: the other names of a weight that several modules share.
+    """
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
     found = []
-    for name, parameter in model.named_parameters():
+    for parameter, (name, *tied) in names.items():
         held = held_values(parameter)
         if held is None or not held.is_floating_point() or held.numel() == 0:
             continue
@@ -150,7 +156,8 @@ def find_broken_weights(model: torch.nn.Module) -> list[dict[str, Any]]:
         if not spread.is_finite:
             whole = held is parameter
             first = spread.first_bad if whole else None
-            found.append({"name": name, "whole": whole, **replace(spread, first_bad=first).to_json()})
+            range_ = replace(spread, first_bad=first).to_json()
+            found.append({"name": name, "tied": tied, "whole": whole, **range_})
     return found
 
 

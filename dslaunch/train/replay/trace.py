@@ -243,7 +243,8 @@ class Trace:
         if found is None:
             return None
         first = found.first
-        weights = [w["name"] for w in broken if w["name"].rpartition(".")[0] == first.module]
+        names = [name for weight in broken for name in (weight["name"], *weight["tied"])]
+        weights = [name for name in names if name.rpartition(".")[0] == first.module]
         own = widest.get(first.module)
         parameter = first.parameter or (weights[0] if weights else own["name"] if own else None)
         spread = None if first.place is None else found.events[first.place].range

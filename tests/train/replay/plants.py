@@ -78,6 +78,13 @@ def spoilt(name: str, at: Any, value: float, **filled: float) -> Callable[[], to
     return build
 
 
+def tied() -> torch.nn.Module:
+    """The output head is the embedding, in which one row is inf: every logit of that token is."""
+    model = tiny_llama(tie_word_embeddings=True)
+    spoil(model, f"{EMBED}.weight", (TRIGGER, 3), torch.inf)
+    return model
+
+
 def checkpointed(build: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:
     def wrapped() -> torch.nn.Module:
         model: Any = build()
@@ -161,6 +168,9 @@ PLANTS: dict[str, Plant] = {
         spoilt(f"{EMBED}.weight", (TRIGGER, 3), torch.inf), 1, "bf16",
         names("forward", EMBED, OWN, cause="weights", micro=0, samples=[2, 3]),
         triggers=[2, 3],
+    ),
+    "inf in an embedding that is the head too, stage 3 bf16": Plant(
+        tied, 3, "bf16", everywhere("forward", "lm_head", OWN, cause="weights"), also=[(1, 0)],
     ),
     "nan in LoRA A, stage 0 bf16": Plant(
         lora("lora_A", torch.nan), 0, "bf16",
