@@ -112,6 +112,8 @@ def _check_argument(checker: Checker, path: tuple[str, str, str], name: str, val
     if path in checker.bad or key in NO_JSON:
         return
     kind = _kind(section, key, name)
+    if path in checker.document.decimals and checker.target.reader != "raw":
+        value = float(value)  # hjson makes a whole number of 2.0, JSON does not
     if value is None:
         if _needs_value(checker, section, key, kind):
             _report_null(checker, path, kind)

@@ -26,6 +26,9 @@ def check_zenflow(checker: Checker) -> None:
     if checker.stage and (kind not in ("adam", "adamw") or checker.on("optimizer", "params", "torch_adam")):
         message = "goes with an optimizer section of DeepSpeed's own Adam alone: DeepSpeed stops"
         _refuse(checker, _ZENFLOW, "needs", message, "use AdamW without torch_adam")
+    if checker.get("managed_gradient_accumulation") is False:
+        path, message = ("managed_gradient_accumulation",), "false with zenflow stops the first step"
+        _refuse(checker, path, "contradiction", message, "leave it out")
     _check_intervals(checker)
 
 

@@ -61,6 +61,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("ZenFlow without a number", zero(2, offload_optimizer=CPU, zenflow={"select_strategy": "step"}), "needs", "zero_optimization.zenflow.select_strategy"),
     ("ZenFlow updates too late", zero(2, offload_optimizer=CPU, zenflow={**ZENFLOW, "update_interval": 4}), "contradiction", "zero_optimization.zenflow.select_interval"),
     ("experts that do not divide", experts(autoep_size=2), "world-size", "expert_parallel.autoep_size"),
+    ("experts that are split", experts(expert_tensor_parallel_size=2), "range", "expert_parallel.expert_tensor_parallel_size"),
     ("experts without a buffer", experts(comm_backend="deepep"), "contradiction", "expert_parallel.comm_backend"),
     ("experts of no score", experts(score_func="tanh"), "choice", "expert_parallel.score_func"),
     ("experts of no architecture", experts(preset_model="gpt2"), "choice", "expert_parallel.preset_model"),
@@ -122,6 +123,15 @@ def test_an_optimizer_that_an_older_version_has() -> None:
     one_bit = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 100}}}
     assert errors(one_bit) == [("optimizer-type", "optimizer.type")]
     assert errors(one_bit, version="0.17.6") == []
+
+
+def test_a_whole_number_with_a_point_is_none_to_the_trainer() -> None:
+    warm = {**GOOD, **schedule("WarmupLR", warmup_num_steps=2.0)}
+    codes = {
+        reader: {f.code for f in check_config(json.dumps(warm), Target(reader=reader)).findings}
+        for reader in ("raw", "hf-trainer")
+    }
+    assert "type" in codes["hf-trainer"] and "type" not in codes["raw"]
 
 
 @pytest.fixture(scope="module")
