@@ -83,7 +83,7 @@ def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest, *, dry_run: b
     Raises ConfigError or EnvironmentNotReady.
     """
     from dslaunch.cli.host_check import check_host_memory
-    from dslaunch.cli.plan_memory import check_conflicts
+    from dslaunch.cli.plan_memory import check_names
     from dslaunch.cli.talk import note
     from dslaunch.core.plan import RunPlan
     from dslaunch.launch import ready
@@ -98,7 +98,7 @@ def check_ready_to_run(plan: RecordedPlan, request: LaunchRequest, *, dry_run: b
     if isinstance(plan, RunPlan):
         ready.check_packages(plan)
         ready.check_recorded_paths(plan)
-        check_conflicts(plan)
+        check_names(plan)
         check_host_memory(plan)
     check_run_dir_of(plan, request)
 

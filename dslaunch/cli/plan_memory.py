@@ -103,22 +103,49 @@ def conflicts(plan: RunPlan, facts: ModelFacts) -> list[tuple[str, ConfigError]]
     )
 
 
-def check_conflicts(plan: RunPlan) -> None:
-    """Raises ConfigErrors where there are any, and the model is on this machine."""
+def check_names(plan: RunPlan) -> None:
+    """Of a model that is on this machine: names and patterns of ``plan`` that match nothing in it, and what
+    it asks of modules that they cannot do. Raises ConfigErrors.
+    """
     path = local_model(plan.model.kind, plan.model.path, plan.model.revision)
     try:
         facts = None if path is None else _load(path)
     except ConfigError:
         return  # the ranks say what is wrong with the model
-    if facts is None:
-        return
     problems = []
-    for key, error in conflicts(plan, facts):
-        origin = plan.origins.get(key)  # a recorded plan may be of an older version
-        where = f"{origin.source}: " if origin is not None and ":" in origin.source else ""
+    for key, error in [] if facts is None else _wrong_names(plan, facts):
+        # a recorded plan may be of an older version
+        origin = plan.origins.get(key) or plan.origins.get(key.partition("[")[0])
+        written = origin is not None and (":" in origin.source or origin.source.startswith("--"))
+        where = f"{origin.source}: " if origin is not None and written else ""
         problems.append(ConfigError(f"{where}{error.message}", hint=error.hint))
     if problems:
         raise ConfigErrors(problems)
+
+
+def _wrong_names(plan: RunPlan, facts: ModelFacts) -> list[tuple[str, ConfigError]]:
+    """(key, error) of the first kind of them that there is; the others build on it."""
+    from dslaunch.config.memory.adapter import name_problems
+    from dslaunch.config.memory.matches import matches_of_run
+    from dslaunch.config.memory.of_run import setup_of_run
+    from dslaunch.config.memory.wide import matched_modules
+
+    adapter = plan.adapter
+    if adapter is not None and (
+        found := name_problems(facts, adapter.target_modules, adapter.modules_to_save)
+    ):
+        return found
+    try:
+        matched_modules(facts, plan.fp32_modules)
+        found = conflicts(plan, facts)
+        trainable = setup_of_run(plan, facts).trainable
+    except ConfigError as error:
+        return [("fp32_modules", error)] if error.message.startswith("fp32_modules") else []
+    try:
+        matches_of_run(facts, trainable, adapter, plan.optimizer)
+    except ConfigError as error:
+        found.append((error.message.partition(":")[0].partition(" ")[0], error))
+    return found
 
 
 def model_facts(loaded: LoadedSpec[Any], facts: Facts) -> ModelFacts:

@@ -321,7 +321,6 @@ def check_for_own_script(engine: EnginePlan, report: Report) -> None:
         zero_stage=engine.zero_stage,
         precision=engine.precision,
         clipping=engine.gradient_clipping,
-        offload=(engine.zero_options.get("offload_optimizer") or {}).get("device"),
         report=report,
     )
 

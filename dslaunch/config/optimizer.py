@@ -146,12 +146,11 @@ def check_json_says_it_all(
     zero_stage: int,
     precision: Precision,
     clipping: float,
-    offload: str | None,
     report: Report,
 ) -> None:
     """For JSON that is printed: what a script of one's own cannot get from it, or would get wrong."""
     if plan.type == "Muon":
-        _check_muon_of_deepspeed(zero_stage, precision, clipping, offload, report)
+        _check_muon_of_deepspeed(zero_stage, precision, clipping, report)
     if plan.made_by == "dslaunch":
         report.fail(
             "optimizer.type",
@@ -179,9 +178,7 @@ def check_json_says_it_all(
         )
 
 
-def _check_muon_of_deepspeed(
-    stage: int, precision: Precision, clipping: float, offload: str | None, report: Report
-) -> None:
+def _check_muon_of_deepspeed(stage: int, precision: Precision, clipping: float, report: Report) -> None:
     """F11: DeepSpeed's own orthogonalises gradients as it reduces them, ahead of clipping and unscaling."""
     key = "optimizer.type"
     ours = "; dslaunch's worker and its `initialize` run one of their own"
@@ -192,12 +189,11 @@ def _check_muon_of_deepspeed(
             f" neither clipped nor free of the loss scale{ours}",
             "use precision fp32, or AdamW",
         )
-    elif stage == 3 or offload is not None:
-        at = "at ZeRO stage 3" if stage == 3 else "with offload_optimizer"
+    elif stage == 3:
         report.fail(
             key,
-            f"{key} Muon {at}: DeepSpeed's is not tested here{ours}",
-            "use stage 2 without offload, or AdamW",
+            f"{key} Muon at ZeRO stage 3: DeepSpeed's is not tested here{ours}",
+            "use stage 2, or AdamW",
         )
     elif stage and clipping:
         report.fail(

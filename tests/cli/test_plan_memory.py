@@ -349,6 +349,26 @@ def test_what_a_quantised_module_cannot_do_is_said_by_plan_and_check_alike(
         assert f"{place}: error: {message} [run-file]\n" in checked
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "place", "message"),
+    [
+        ("fp32_modules", "['*nope*']", "run.yaml:10", "fp32_modules: '*nope*' matches no module"),
+        ("optimizer.no_decay", "['*nope*']", "--set", "optimizer.no_decay '*nope*' matches no trained"),
+        ("adapter.target_modules", "[q_prj]", "--set", "adapter.target_modules: 'q_prj' matches no layer"),
+        ("adapter.trainable_token_indices", "[384]", "--set", "384 is no row of the embedding"),
+    ],
+)
+def test_launch_refuses_names_that_match_nothing_before_a_rank_starts(
+    here: Path, capsys: pytest.CaptureFixture[str], key: str, value: str, place: str, message: str
+) -> None:
+    in_file = f"{key}: {value}\n" if place != "--set" else ""
+    (here / "run.yaml").write_text(RUN + in_file)
+    argv = ["launch", "run.yaml", "--dry-run", "--set", "cluster.gpu=cpu", "--set", "precision=bf16"]
+    assert main([*argv, *([] if in_file else ["--set", f"{key}={value}"])]) == 2
+    (line,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("Error: ")]
+    assert line.startswith(f"Error: {place}: ") and message in line
+
+
 def test_check_takes_patterns_on_trust_where_the_model_is_elsewhere(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
