@@ -104,6 +104,15 @@ class Launched:
             err.decode("utf-8", "replace"),
         )
 
+    def wait_for_end(self) -> int:
+        """The exit code. Fails with what the launch has said, and when, where it does not end."""
+        try:
+            return self.process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            happened = (self.run_dir / "events.jsonl").read_text(encoding="utf-8")
+            said = f"{self._said_so_far()}\nand wrote\n{happened}"
+            raise AssertionError(f"the launch did not end within {TIMEOUT_S} s; it said:\n{said}") from None
+
     def wait_for_files(self, directory: Path, *names: str) -> None:
         """Until the ranks have made these files. Fails with what the launch has said on stderr."""
         try:

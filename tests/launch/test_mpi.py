@@ -166,7 +166,7 @@ def test_the_end_of_the_launcher_ends_every_host(bed: Testbed, over: Over, numbe
     launched = over(stop + WAIT)
     launched.wait_for_files(Path(), *UP)
     launched.process.send_signal(number)
-    assert launched.process.wait(60) == wanted
+    assert launched.wait_for_end() == wanted
     launched.wait_for_files(Path(), "saved-0", "saved-1", "saved-2")
 
 
