@@ -75,7 +75,11 @@ def read_own_loop(run: RunDir, story: Story, notes: list[str]) -> list[tuple[str
         told = "without losses and norms, which stand in diagnosis.json where a run diverged"
     notes.append(f"there is no metrics.jsonl: this is what the engine told of a loop of your own; {told}")
     files = [(str(path), lines) for path, lines in counts.items()]
-    return [*files, (str(run.diagnosis), steps[-1][0])] if steps else files
+    return [*files, (str(run.diagnosis), _num_lines(run.diagnosis))] if steps else files
+
+
+def _num_lines(path: Path) -> int:
+    return len(path.read_bytes().splitlines())
 
 
 def read_culprit(run: RunDir) -> dict[str, Any] | None:

@@ -211,8 +211,9 @@ def test_losses_and_norms_of_a_loop_of_ones_own_are_those_of_its_diagnosis(tmp_p
     assert found.to_json()["culprit"] == culprit
     assert "losses and norms are those of its last 20 steps, from diagnosis.json" in found.notes[0]
     places = [place for place in found.verdicts[0].evidence if place.file.endswith("diagnosis.json")]
-    line = (tmp_path / "diagnosis.json").read_text().splitlines()[places[-1].line - 1]
-    assert line.strip() == '"step": 59,'
+    lines = (tmp_path / "diagnosis.json").read_text().splitlines()
+    assert lines[places[-1].line - 1].strip() == '"step": 59,'
+    assert found.files == ((f"{tmp_path}/events.jsonl", 3), (f"{tmp_path}/diagnosis.json", len(lines)))
 
 
 def test_a_kept_step_of_a_loop_of_ones_own_is_replayed_by_its_script(tmp_path: Path) -> None:
