@@ -10,7 +10,7 @@ import click
 
 from dslaunch.cli import options
 from dslaunch.cli.talk import talk
-from dslaunch.core.errors import EXIT_NO, EXIT_OK, EXIT_USAGE
+from dslaunch.core.errors import EXIT_NO, EXIT_OK, EXIT_USAGE, ConfigError
 
 if TYPE_CHECKING:
     from dslaunch.config.check import Target
@@ -39,6 +39,7 @@ SCHEMA_VERSION = 1
 @click.option(
     "--deepspeed-version", metavar="X.Y.Z", help="Version to check for (default: the installed one)."
 )
+@click.option("--lenient", is_flag=True, help="A key that DeepSpeed ignores is a warning, no error.")
 @click.option("--strict", is_flag=True, help="Warnings, too, make the exit code 1.")
 @click.option("--fix", "fix", is_flag=True, help="Mend what needs no choice; write to -o or with --in-place.")
 @click.option("-o", "--output", metavar="FILE", help="Where --fix writes; - is stdout.")
@@ -55,6 +56,7 @@ def command(
     world_size: int | None,
     gpu: str | None,
     deepspeed_version: str | None,
+    lenient: bool,
     strict: bool,
     fix: bool,
     output: str | None,
@@ -69,7 +71,7 @@ def command(
     Exit code 0: no errors; 1: errors (with --strict also warnings); 2: a file cannot be read.
     """
     _check_flags(files, fix=fix, output=output, in_place=in_place, diff=diff, against=against)
-    target = build_target(reader, world_size, gpu, deepspeed_version)
+    target = build_target(reader, world_size, gpu, deepspeed_version, lenient=lenient)
     if against is not None:
         return _compare(files[0], against, as_json)
     if fix or diff:
@@ -81,7 +83,9 @@ def command(
     return report([_check(path, target) for path in files], strict=strict, as_json=as_json)
 
 
-def build_target(reader: str, world_size: int | None, gpu: str | None, version: str | None) -> Target:
+def build_target(
+    reader: str, world_size: int | None, gpu: str | None, version: str | None, *, lenient: bool
+) -> Target:
     """What the flags say the config is for. Raises ConfigError for an unknown device, or a host's."""
     from dslaunch.config.check import Target
     from dslaunch.config.schema import VERSION
@@ -89,19 +93,18 @@ def build_target(reader: str, world_size: int | None, gpu: str | None, version: 
     devices = None
     for flag, value in (("--gpu", gpu), ("--deepspeed-version", version)):
         if value is not None and not value.strip():
-            from dslaunch.core.errors import ConfigError
-
             raise ConfigError(f"{flag} is empty", hint="give it a value, or leave it out")
     if gpu:
         from dslaunch.core.devices import lookup_device
 
         if "=" in gpu:
-            from dslaunch.core.errors import ConfigError
-
             hint = "name the devices alone, such as a100,v100: the weakest of them counts"
             raise ConfigError(f"--gpu {gpu!r}: check knows no hosts to match a pattern with", hint=hint)
         devices = tuple(lookup_device(name) for name in gpu.split(","))
-    return Target(reader, world_size, devices, version or installed_version() or VERSION)  # type: ignore[arg-type]
+    if version and not version[0].isdigit():
+        raise ConfigError(f"--deepspeed-version {version!r} is no version", hint=f"such as {VERSION}")
+    version = version or installed_version() or VERSION
+    return Target(reader, world_size, devices, version, lenient)  # type: ignore[arg-type]
 
 
 def installed_version() -> str | None:
@@ -235,7 +238,6 @@ def _load(path: str) -> dict[str, object]:
     """The config of a file, to be compared. Raises ConfigError where it is none."""
     from dslaunch.config.check import Target, check_config
     from dslaunch.config.check.files import check_file
-    from dslaunch.core.errors import ConfigError
 
     data = read_bytes(path)
     if isinstance(data, bytes):

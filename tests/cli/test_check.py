@@ -90,6 +90,22 @@ def test_flags_are_the_target(capsys: Capture) -> None:
     capsys.readouterr()
     assert main(["check", "good.json", "--deepspeed-version", "0.99.0"]) == 0
     assert "[unknown-version]" in capsys.readouterr().out
+    assert main(["check", "good.json", "--deepspeed-version", "newest"]) == 2
+    assert "--deepspeed-version 'newest' is no version" in capsys.readouterr().err
+
+
+def test_lenient_lets_pass_what_deepspeed_ignores(capsys: Capture) -> None:
+    write("ours.json", GOOD | {"our_own_key": 1})
+    assert main(["check", "ours.json"]) == 1
+    assert ": error: our_own_key: is no key of DeepSpeed" in capsys.readouterr().out
+    assert main(["check", "ours.json", "--lenient"]) == 0
+    assert ": warning: our_own_key: is no key of DeepSpeed" in capsys.readouterr().out
+    assert main(["check", "ours.json", "--lenient", "--strict"]) == 1
+    write("stops.json", GOOD | {"zero_optimization": {"stage": 2, "our_own_key": 1}})
+    assert main(["check", "stops.json", "--lenient"]) == 1, "DeepSpeed refuses it"
+    Path("run.yaml").write_text("model: m\ndeepspeed: {our_own_key: 1}\n")
+    assert main(["check", "run.yaml", "--lenient"]) == 1
+    assert "our_own_key" in capsys.readouterr().out
 
 
 def test_fix_writes_a_new_file(capsys: Capture) -> None:

@@ -8,7 +8,7 @@ from dslaunch.config.check.context import Checker
 from dslaunch.config.check.values import check_value
 from dslaunch.config.schema import VERSIONS, Key, find_key, nearest_keys, section_keys
 from dslaunch.config.schema.other_names import OTHER_NAMES
-from dslaunch.core.finding import Edit, KeyPath
+from dslaunch.core.finding import Edit, KeyPath, Severity
 
 _MOST_GUESSES = 100
 _COMMENTS = ("_", "//", "x-")
@@ -182,7 +182,8 @@ def _report_unknown(checker: Checker, path: KeyPath, name: str, kind: str) -> No
     elif section in _PRECISIONS and (name in _SWITCHES or (section != "fp16" and name in _SCALE_KEYS)):
         fix, edits = "remove it", (Edit("delete", path),)
     code = "misplaced-key" if target and target.rpartition(".")[0] != section else "unknown-key"
-    checker.report(code, "error", path, message, hint, fix=fix, edits=edits)
+    severity: Severity = "warning" if checker.target.lenient and kind != "strict" else "error"
+    checker.report(code, severity, path, message, hint, fix=fix, edits=edits)
 
 
 def _guess(checker: Checker, path: KeyPath, name: str, section: str) -> tuple[str, str]:

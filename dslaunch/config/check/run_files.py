@@ -217,14 +217,17 @@ def _finding(path: str, problem: Problem, loaded: LoadedSpec[RunSpec]) -> Findin
 
 
 def _check_overrides(loaded: LoadedSpec[RunSpec], target: Target) -> list[Finding]:
-    """The raw keys under ``deepspeed:``: names, types and ranges as in any config."""
+    """The raw keys under ``deepspeed:``: names, types and ranges as in any config.
+
+    Never lenient: `gen-config` and `launch` refuse what has an error here.
+    """
     if not loaded.spec.deepspeed:
         return []
     from dslaunch.config.check.context import Checker
     from dslaunch.config.check.keys import check_keys
     from dslaunch.config.hjson_reader import Document
 
-    checker = Checker(Document("", listed(loaded.spec.deepspeed)), target)
+    checker = Checker(Document("", listed(loaded.spec.deepspeed)), replace(target, lenient=False))
     check_keys(checker)
     found = []
     for finding in checker.findings:

@@ -16,9 +16,13 @@ Reader = Literal["raw", "hf-trainer", "accelerate"]
 
 @dataclass(frozen=True)
 class Target:
-    """What the config is for. ``world_size`` None: unknown; ``devices`` None: unknown."""
+    """What the config is for. ``world_size`` None: unknown; ``devices`` None: unknown.
+
+    ``lenient``: a key that DeepSpeed ignores because it does not have it is a warning, no error.
+    """
 
     reader: Reader = "raw"
     world_size: int | None = None
     devices: Sequence[Device] | None = None
     version: str = VERSION
+    lenient: bool = False
