@@ -4,8 +4,8 @@
 
 Writes 864 run files for one small model and two CPU ranks. ``plan`` and ``check`` must refuse the same with
 the same sentences, at the line of a key; ``gen-config`` must refuse that too, and beyond it only what no
-DeepSpeed JSON can say. ``--train`` has two real ranks train two steps of each that is let through (an hour
-or so): it must run, end with finite losses and have trained. Exits 1 where one differs.
+DeepSpeed JSON can say. ``--train`` has two real ranks train two steps of each that is let through (half an
+hour on two busy cores): it must run, with finite losses. Exits 1 where one differs.
 """
 
 from __future__ import annotations
