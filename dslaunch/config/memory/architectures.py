@@ -81,7 +81,10 @@ def check_sizes(config: Config, source: str) -> None:
     if not isinstance(config.get("mlp_only_layers") or [], list):
         raise ConfigError(f"{source}: mlp_only_layers is {_shown(config['mlp_only_layers'])}, not a list")
     sizes = _Sizes(config, family)
-    if "head_dim" in sizes or not {"hidden_size", "num_attention_heads"} <= sizes.keys():
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if key not in sizes:
+            raise _without(source, (family.renamed or {}).get(key, key))
+    if "head_dim" in sizes:
         return
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if family is not _UNKNOWN and hidden % heads:
@@ -109,10 +112,12 @@ class _Sizes(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key == "intermediate_size" and "n_embd" in self:  # GPT-2 writes it only where it is another
             return 4 * self["n_embd"]
-        raise ConfigError(
-            f"config.json has no {key}",
-            hint="give the config.json of a causal language model, or its directory",
-        )
+        raise _without("config.json", key)
+
+
+def _without(source: str, key: str) -> ConfigError:
+    hint = "give the config.json of a causal language model, or its directory"
+    return ConfigError(f"{source} has no {key}", hint=hint)
 
 
 def _kv_heads(c: Config) -> int:

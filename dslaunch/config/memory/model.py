@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dslaunch.config.memory.architectures import check_sizes, dimensions, parameters
+from dslaunch.config.memory.class_defaults import CLASS_DEFAULTS
 from dslaunch.config.memory.headers import read_gguf, read_safetensors
 from dslaunch.config.memory.tensors import Dimensions, ModelFacts, Tensor, natural_key, total
 from dslaunch.core.errors import ConfigError
@@ -113,7 +114,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     if isinstance(inner, dict) and "hidden_size" not in config:
         # A model that also sees or hears: its decoder is described one level down.
         outer = ("tie_word_embeddings", "quantization_config")
-        config = {"tie_word_embeddings": True, **{k: config[k] for k in outer if k in config}, **inner}
+        silent = CLASS_DEFAULTS.get(str(inner.get("model_type")), {})
+        config = {
+            "tie_word_embeddings": True,
+            **{k: config[k] for k in outer if k in config},
+            **silent,
+            **inner,
+        }
     check_sizes(config, str(path))
     return config
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dslaunch.config.memory.architectures import FAMILIES, parameters
+from dslaunch.config.memory.class_defaults import CLASS_DEFAULTS
 from dslaunch.config.memory.headers import read_gguf, read_safetensors
 from dslaunch.config.memory.hub import cached_model
 from dslaunch.config.memory.model import load_model_facts
@@ -59,6 +60,19 @@ def test_names_shapes_and_order_are_those_of_transformers(kind: str, whole: bool
     found = parameters(config.to_dict() if whole else config.to_diff_dict())
     assert found is not None
     assert [(tensor.name, tensor.shape) for tensor in found] == real
+
+
+@pytest.mark.parametrize("kind", CLASS_DEFAULTS)
+def test_a_nested_config_leaves_out_what_is_its_class_default(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoConfig
+
+    own = AutoConfig.for_model(kind)
+    assert {key: getattr(own, key) for key in CLASS_DEFAULTS[kind]} == CLASS_DEFAULTS[kind]
+    nested = {"model_type": "some_vision_model", "text_config": {"model_type": kind, "num_hidden_layers": 3}}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    whole = AutoConfig.for_model(kind, num_hidden_layers=3).to_dict()
+    tied = {"tie_word_embeddings": True}
+    assert load_model_facts(tmp_path / "config.json").tensors == parameters(whole | tied)
 
 
 @pytest.mark.parametrize("tie", [True, False])
