@@ -115,12 +115,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         # A model that also sees or hears: its decoder is described one level down.
         outer = ("tie_word_embeddings", "quantization_config")
         silent = CLASS_DEFAULTS.get(str(inner.get("model_type")), {})
-        config = {
-            "tie_word_embeddings": True,
-            **{k: config[k] for k in outer if k in config},
-            **silent,
-            **inner,
-        }
+        above = {key: config[key] for key in outer if key in config}
+        config = {"tie_word_embeddings": True, **above, **silent, **inner}
     check_sizes(config, str(path))
     return config
 
