@@ -171,7 +171,7 @@ def render_failure(outcome: Outcome, log_path: str, *, shown: frozenset[str] | N
     if first.code < 0:
         lines.append(f"  peak memory  {_peak_memory(first)}")
     if not first.tail:
-        lines.append("  it wrote nothing to stderr")
+        lines += _words_for(first, outcome.ends)
     elif shown is not None and not shown.issuperset(first.tail):
         lines.append("  last lines of its stderr:")
         lines += [f"    | {line}" for line in first.tail[-_TAIL_SHOWN:]]
@@ -186,6 +186,15 @@ def render_failure(outcome: Outcome, log_path: str, *, shown: frozenset[str] | N
     if first.code < 0:
         lines.append(f"  exit code    {outcome.exit_code}")
     return "\n".join(lines) + "\n"
+
+
+def _words_for(first: RankEnd, ends: Sequence[RankEnd]) -> list[str]:
+    """What another rank wrote that ended as a silent one did: rank 0 may speak for all of them."""
+    alike = (end for end in ends if end.code == first.code and end.tail and not end.was_stopped)
+    if (other := min(alike, key=lambda end: end.rank, default=None)) is None:
+        return ["  it wrote nothing to stderr"]
+    said = f"  it wrote nothing to stderr; rank {other.rank} on {other.host} ended in the same way and wrote:"
+    return [said, *(f"    | {line}" for line in other.tail[-_TAIL_SHOWN:])]
 
 
 def render_lost(outcome: Outcome, lost: LostHost, run_dir: RunDir) -> str:

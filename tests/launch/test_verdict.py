@@ -128,6 +128,18 @@ def test_known_words_are_put_into_one_line() -> None:
     assert f"  looks like   {known}\n" in block
 
 
+def test_of_a_silent_rank_the_block_has_the_words_of_one_that_ended_alike() -> None:
+    first = end(1, 2)
+    ends = (first, end(0, 2, tail=("Error: no such key",)), end(2, 1, tail=("a traceback",)))
+    block = render_failure(Outcome(ends=ends, first_failure=first), "/r/logs/rank-1.log")
+    words = "rank 0 on n1 ended in the same way and wrote:\n    | Error: no such key\n"
+    assert f"  it wrote nothing to stderr; {words}" in block
+    assert "traceback" not in block
+    stopped = (first, end(0, 143, asked=True, tail=("Error: no such key",)))
+    block = render_failure(Outcome(ends=stopped, first_failure=first), "/r/logs/rank-1.log")
+    assert "  it wrote nothing to stderr\n" in block
+
+
 def test_after_a_time_out_the_block_says_where_each_rank_was() -> None:
     waited = "Error: a time-out: rank 0 waited 4 s in all_reduce for a rank that did not come"
     place = "at step 5, waiting in all_reduce (train/dist.py:1, f)"
