@@ -4,9 +4,9 @@
 
 The logs are made here: a DeepSpeed fp16 run of 8 ranks (overflow lines, progress bars, losses, and the talk
 of libraries between them: 1.4 KB a step), and logs that are nothing but one thing: Megatron's steps; a
-trainer's losses and norms, alone, behind a bar each, and from 8 ranks in any order; overflows of 8 ranks
-without end; progress bars without a line feed. Exit code 1 where one takes more than 30 CPU seconds per GiB,
-or over 16 MiB more memory than a hundredth of it does.
+trainer's losses and norms, alone, behind a bar each, amid free talk, and from 8 ranks in any order; overflows
+of 8 ranks without end; progress bars without a line feed. Exit code 1 where one takes more than 30 CPU
+seconds per GiB, or over 16 MiB more memory than a hundredth of it does.
 """
 
 from __future__ import annotations
@@ -113,6 +113,38 @@ def behind_bars() -> Iterator[str]:
         )
 
 
+def amid_talk() -> Iterator[str]:
+    """A loss every 430 bytes, with bars and lines of other programs in changing number between them."""
+    chance = random.Random(0)
+    talk = (
+        "saved shard {0} of {1} to the object store, {2} s behind\n",
+        "[INFO] [rank{0}] fetched bucket {1} in 0.0{2} s, cache {1} of 16 GiB, 40.2 GiB reserved\n",
+        "WARNING: the tokenizer saw {1} unknown characters in document {2}{1}{0} and went on without them\n",
+        "[2026-01-01 10:00:0{0},{1}] [worker {2}] heartbeat: all is well and nothing else to tell\n",
+        "\n",
+    )
+    step = 0
+    while True:
+        step += 1
+        parts = []
+        for _ in range(chance.randrange(6)):
+            numbers = (chance.randrange(10), chance.randrange(100), chance.randrange(1000))
+            parts.append(chance.choice(talk).format(*numbers))
+        parts.append(f"\r {step // 90000:2}%|##        | {step}/9000000 [10:00<90:00,  1.10it/s]\n")
+        for _ in range(chance.randrange(3)):
+            parts.append(chance.choice(talk).format(step % 10, step % 100, step % 1000))
+        parts.append(
+            f"{{'loss': {loss(step):.4f}, 'grad_norm': {norm(step)}, "
+            f"'learning_rate': 1.5e-05, 'epoch': {step / 1e6:.4f}}}\n"
+        )
+        if step % 10 == 0:
+            parts.append(
+                f"[2026-01-01 00:00:00,123] [INFO] [logging.py:123:log_dist] [Rank 0] step={step}, "
+                f"skipped={step // 1001}, lr=[1e-05], mom=[(0.9, 0.999)]\n"
+            )
+        yield "".join(parts)
+
+
 def ranks_log() -> Iterator[str]:
     """Eight ranks that tell each step, in any order."""
     chance = random.Random(0)
@@ -141,6 +173,7 @@ LOGS: dict[str, Callable[[], Iterator[str]]] = {
     "megatron": megatron_log,
     "trainer": trainer_log,
     "behind bars": behind_bars,
+    "amid talk": amid_talk,
     "ranks": ranks_log,
     "overflow": overflow_log,
     "no line feed": bar_log,

@@ -12,9 +12,10 @@ from dslaunch.core.command import quote
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.events import to_jsonable
 from dslaunch.core.run_dir import RunDir
+from dslaunch.observe.diagnose.columns import add_rows
 from dslaunch.observe.diagnose.course import Course, Setting, scale_course
 from dslaunch.observe.diagnose.facts import Place
-from dslaunch.observe.diagnose.rows import RowReader, add_rows
+from dslaunch.observe.diagnose.rows import RowReader
 from dslaunch.observe.diagnose.run_files import (
     config_settings,
     read_culprit,

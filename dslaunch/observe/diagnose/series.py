@@ -78,7 +78,12 @@ class Series:
             self._halve()
 
     def add_many(self, steps: Sequence[float], values: Sequence[float]) -> None:
-        """The same as :meth:`add` for each; steps rise and values are finite."""
+        """The same as :meth:`add` for each; values are finite."""
+        if not isinstance(steps, range) and any(map(operator.gt, steps, steps[1:])):
+            for step, value in zip(steps, values, strict=True):
+                self.add(step, value)
+            return
+        steps, values = _last_of_each(steps, values)
         index, count = 0, len(values)
         while index < count:
             point = self.points[-1] if self.points else None
@@ -109,7 +114,7 @@ class Series:
         return [[point.last, point.mean if point.count else None] for point in self.points]
 
 
-def last_of_each(steps: Sequence[int], values: list[float]) -> tuple[Sequence[int], list[float]]:
+def _last_of_each(steps: Sequence[float], values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
     """Of neighbours with one step, which only a bar has, the last one counts."""
     if isinstance(steps, range) or not any(map(operator.eq, steps, steps[1:])):
         return steps, values

@@ -160,10 +160,12 @@ def _add_bar(record: Record, text: bytes, before: bytes) -> None:
 def bar_in(text: bytes) -> re.Match[bytes] | None:
     """The last progress bar in ``text``; its step is the first group."""
     end = text.rfind(b" [")
+    while end >= 0 and not (text[end - 1 : end].isdigit() and text[end + 2 : end + 3].isdigit()):
+        end = text.rfind(b" [", 0, end)  # another bracket follows the bar, or there is none
     if end < 0:
         return None
     match = _BAR.match(text, text.rfind(b" ", 0, end) + 1)
-    if match is None and b"/" in text:  # another bracket follows the bar
+    if match is None and b"/" in text:  # no blank before it
         *_, match = (None, *_BAR.finditer(text))
     return match
 

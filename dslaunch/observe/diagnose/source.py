@@ -31,7 +31,7 @@ ANCHORS = (
     b" iteration ",
 )
 _BLOCK = 1 << 20
-_AHEAD = 4096  # bytes after a line that must be there before it is read: it may have been wrapped
+AHEAD = 4096  # bytes after a line that must be there before it is read: it may have been wrapped
 _BEHIND = 400  # bytes before a line that are kept: a progress bar may say which step it is
 _WINDOW = 1 << 15
 _LONGEST = 8192  # a longer line is cut around the word that was found
@@ -54,7 +54,7 @@ class Found:
 
     def after(self) -> bytes:
         """What follows, line ends included, for a line that was wrapped."""
-        return self.block[self.end : self.end + _AHEAD]
+        return self.block[self.end : self.end + AHEAD]
 
     def use(self, size: int) -> None:
         """``size`` bytes of what follows belong to this line: they are not looked at again."""
@@ -77,9 +77,9 @@ class LogFile:
         block, start = b"", 0
         for data in self._blocks():
             block += data
-            if len(block) - start < 2 * _AHEAD:
+            if len(block) - start < 2 * AHEAD:
                 continue
-            limit = _line_start(block, start, len(block) - _AHEAD)
+            limit = _line_start(block, start, len(block) - AHEAD)
             yield from scanner.scan(block, start, limit)
             kept = max(0, scanner.stopped_at - _BEHIND - 1)  # one more: it tells whether a number is whole
             block, start = block[kept:], scanner.stopped_at - kept

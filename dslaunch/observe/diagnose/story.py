@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from dslaunch.observe.diagnose.course import Overflow, Setting
 from dslaunch.observe.diagnose.facts import LOSS_WINDOW, LossStory, Place, Run, Streak
-from dslaunch.observe.diagnose.series import Series, last_of_each
+from dslaunch.observe.diagnose.series import Series
 from dslaunch.observe.diagnose.shapes import Record, sign_of_good
 
 _MAX_EVENTS = 4000
@@ -300,29 +301,54 @@ class Story:
         used = record.name == "scale used" and bool(self.overflows)
         return used and self.overflows[-1].step == record.step
 
-    def add_plain(self, columns: Mapping[str, list[Any]], place: Callable[[int], Place]) -> None:
+    def add_plain(
+        self,
+        columns: Mapping[str, list[Any]],
+        place: Callable[[int], Place],
+        marks: Mapping[int, Sequence[Record]],
+    ) -> None:
         """Lines of numbers in which nothing happens, with the effect of :meth:`add` for each.
 
-        See ``rows.add_rows`` for which these are. ``place``: where the line of an index stands.
+        See ``columns.add_rows`` for which these are. ``place``: where the line of an index stands.
+        ``marks``: of steps, by the index before which they stand.
         """
         losses, norms = columns.get("loss"), columns.get("norm")
         count = len(next(iter(columns.values())))
         self.known += count
-        steps: Sequence[int] | None = columns.get("step") or columns.get("bar")
-        if steps is not None:
-            self._reach(steps[0])
-            self._reach(steps[-1])
-        else:
-            steps = range(self.clock + 1, self.clock + count + 1)
-            self.clock += count
+        steps = self._plain_steps(columns.get("step") or columns.get("bar"), count, marks)
         self._seen_metrics += count
         self._good += 2 if norms is None or norms[-1] > 0 else 0
         if losses is not None:
             self.loss.add_plain(losses, place)
-            self.loss_series.add_many(*last_of_each(steps, losses))
+            self.loss_series.add_many(steps, losses)
         if norms is not None:
-            self.norm_series.add_many(*last_of_each(steps, norms))
+            self.norm_series.add_many(steps, norms)
             self._plain_norms(norms, place)
+
+    def _plain_steps(
+        self, told: Sequence[Any] | None, count: int, marks: Mapping[int, Sequence[Record]]
+    ) -> Sequence[int]:
+        """The step of each line; ``told``: by the lines themselves, None where one tells none."""
+        if told is None and not marks:
+            self.clock += count
+            return range(self.clock - count + 1, self.clock + 1)
+        steps: list[int] = []
+        for begin, end in pairwise(sorted({0, *marks, count})):
+            for mark in marks.get(begin, ()):
+                self.add(mark, "")  # of which no place is kept
+            part: Sequence[Any] = told[begin:end] if told is not None else [None] * (end - begin)
+            if None not in part:
+                self._reach(part[0])
+                self._reach(part[-1])
+                steps += part
+                continue
+            for step in part:
+                if step is None:
+                    self.clock += 1
+                else:
+                    self._reach(step)
+                steps.append(self.clock)
+        return steps
 
     def _plain_norms(self, norms: Sequence[float], place: Callable[[int], Place]) -> None:
         """They are all the same, or no run of them is long."""
