@@ -14,7 +14,8 @@ from dslaunch.observe.diagnose.shapes import Record, parse
 from dslaunch.observe.diagnose.source import Found, text_before
 from dslaunch.observe.diagnose.story import Story
 
-NUMBER = rb"[-+\d.eE]+"
+_NUMBER = rb"[-+\d.eE]+"
+_ANY, _WITH_POINT = rb"([-+\d.eE]+)", rb"([-+\d]+\.[-+\d.eE]*)"
 _TOKEN = re.compile(rb"[-+.eE\d]*\d[-+.eE\d]*| +")
 _EDGE = 12  # rows, more than the lines in a row that a verdict looks at
 _INTEGERS = ("step", "bar", "skipped", "rank")
@@ -57,16 +58,22 @@ def pattern_of(
         parts.append(re.escape(text[done : token.start()]))
         done = token.end()
         if token.span() in wanted:
-            names.append(wanted[token.span()])
-            parts.append(b"(" + NUMBER + b")")
+            name = wanted[token.span()]
+            names.append(name)
+            parts.append(_WITH_POINT if name == "loss" and _is_bare(text[: token.start()]) else _ANY)
         elif any(start < token.end() and token.start() < end for start, end in fixed):
             parts.append(re.escape(token.group()))
         else:
-            parts.append(b" +" if token.group().isspace() else NUMBER)
+            parts.append(b" +" if token.group().isspace() else _NUMBER)
     if len(names) != len(wanted):
         return None
     parts.append(re.escape(text[done:]))
     return re.compile(b"".join(parts) + rb"(?=[\r\n])"), tuple(names)
+
+
+def _is_bare(head: bytes) -> bool:
+    """Whether only a blank is between the word and its number: then a whole number is no loss."""
+    return not head.rstrip(b" \t'\"").endswith((b":", b"="))
 
 
 def columns_of(names: Sequence[str], matches: Iterable[re.Match[bytes]]) -> dict[str, list[Any]] | None:

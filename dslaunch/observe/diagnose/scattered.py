@@ -119,15 +119,16 @@ class _Walk:
                     return
                 place = line_end
                 continue
+            bar = bar_in(text_before(block, begin, place)) if shape.has_bar_before else None
             if group and match[group] != self._rank:
+                if bar is not None:
+                    return  # it tells the step of all ranks
                 others += 1
             else:
                 self.matches.append(match)
                 self.lines.append(self._feeds + 1)
                 self.since, self.num_others = place, others
-                if shape.has_bar_before:
-                    bar = bar_in(text_before(block, begin, place))
-                    self.bars.append((int(bar[1]) or None) if bar is not None else None)
+                self.bars.append((int(bar[1]) or None) if bar is not None else None)
             place = match.end()
 
     def _pass_over(self, place: int, hit: int) -> int | None:

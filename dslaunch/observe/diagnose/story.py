@@ -333,11 +333,12 @@ class Story:
             self.clock += count
             return range(self.clock - count + 1, self.clock + 1)
         steps: list[int] = []
+        rises = told is not None and None not in told
         for begin, end in pairwise(sorted({0, *marks, count})):
             for mark in marks.get(begin, ()):
                 self.add(mark, "")  # of which no place is kept
             part: Sequence[Any] = told[begin:end] if told is not None else [None] * (end - begin)
-            if None not in part:
+            if rises:
                 self._reach(part[0])
                 self._reach(part[-1])
                 steps += part
