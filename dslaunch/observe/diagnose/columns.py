@@ -30,7 +30,7 @@ class Rows:
     matches: list[re.Match[bytes]]
     lines: Sequence[int]  # the number of each one's line
     num_others: int = 0  # lines of other ranks, which say the same
-    marks: Mapping[int, Sequence[Record]] = field(default_factory=dict)  # by the row that follows them
+    marks: Mapping[int, Sequence[Record]] = field(default_factory=dict)  # by the row before which they stand
 
     def __len__(self) -> int:
         return len(self.matches)
@@ -105,11 +105,19 @@ def add_rows(story: Story, rows: Rows, file: str) -> None:
     differ. The lines around all else are added one by one, and so is what stands at either end.
     """
     story.known += rows.num_others
-    if len(rows) <= 3 * _EDGE or rows.first.kind != "metrics":
+    is_long = len(rows) > 3 * _EDGE and rows.first.kind == "metrics"
+    special = _special(rows.columns) if is_long else None
+    if special is None:
         _add_each(story, rows, range(len(rows)), file)
-        return
-    begin, special = 0, _special(rows.columns)
-    for end in [*(special if special is not None else range(len(rows))), len(rows)]:
+    else:
+        _add_between(story, rows, [*special, len(rows)], file)
+    for mark in rows.marks.get(len(rows), ()):
+        story.add(mark, file)
+
+
+def _add_between(story: Story, rows: Rows, ends: list[int], file: str) -> None:
+    begin = 0
+    for end in ends:
         if end - begin > 3 * _EDGE:
             _add_each(story, rows, range(begin, begin + _EDGE), file)
             _add_plain(story, rows, begin + _EDGE, end - _EDGE, file)

@@ -52,20 +52,24 @@ class Scattered:
 
     def read(self, found: Found, record: Record, lead: int | None) -> Rows | None:
         """The rows after ``found``, used up; None where there are none."""
-        if "rank" in self.names and lead is None:
+        if record.kind != "metrics" or ("rank" in self.names and lead is None):
             return None
         walk = _Walk(self, found, record, lead)
         walk.go()
+        rows = self._rows(walk, record)
+        if rows is None or not is_as_parsed(rows, found, walk.since):
+            self._block = b""  # what was passed over is read again
+            return None
+        found.use(walk.place - found.end)
+        return rows
+
+    def _rows(self, walk: _Walk, record: Record) -> Rows | None:
         columns = columns_of(self.names, walk.matches) if walk.matches else None
         if columns is None or 0 in columns.get("bar", ()):
             return None
-        if self.has_bar_before and any(walk.bars):
+        if any(walk.bars):
             columns["bar"] = walk.bars
-        rows = Rows(record, columns, walk.matches, walk.lines, walk.num_others, walk.marks)
-        if not is_as_parsed(rows, found, walk.since):
-            return None
-        found.use(walk.matches[-1].end() - found.end)
-        return rows
+        return Rows(record, columns, walk.matches, walk.lines, walk.num_others, walk.marks)
 
     def other_after(self, block: bytes, place: int, end: int) -> int:
         """Where the next of the other words stands, at ``place`` or after it; ``end`` where none does."""
@@ -89,17 +93,16 @@ class _Walk:
         self.lines: list[int] = []
         self.bars: list[int | None] = []
         self.marks: dict[int, list[Record]] = {}
-        self.num_others = 0  # rows of other ranks before the last one of ours
-        self.since = found.end  # where the line before the last row ended
+        self.num_others = 0  # rows of other ranks
+        self.since = self.place = found.end  # where the line before the last row ended; where the reading did
 
     def go(self) -> None:
         block, shape = self._found.block, self._shape
         find, last_of, count, match_at = block.find, block.rfind, block.count, shape.pattern.match
         group = shape.names.index("rank") + 1 if self._rank is not None else 0
-        place = counted = self._found.end
+        place = counted = self.place
         end = max(place, len(block) - AHEAD)  # what is after a line must be there: it may have been wrapped
         hit = other = -1
-        others = 0
         while True:
             if hit < place:
                 hit = find(_WORD, place, end)
@@ -109,27 +112,28 @@ class _Walk:
             first = hit if hit < other else other
             begin = last_of(b"\n", place, first) + 1
             if first == end or not begin:
-                return
+                break
             self._feeds += count(b"\n", counted, begin)
             counted = begin
             match = match_at(block, begin)
             if match is None:
                 line_end = self._pass_over(place, first)
                 if line_end is None:
-                    return
+                    break
                 place = line_end
                 continue
             bar = bar_in(text_before(block, begin, place)) if shape.has_bar_before else None
             if group and match[group] != self._rank:
                 if bar is not None:
-                    return  # it tells the step of all ranks
-                others += 1
+                    break  # it tells the step of all ranks
+                self.num_others += 1
             else:
                 self.matches.append(match)
                 self.lines.append(self._feeds + 1)
-                self.since, self.num_others = place, others
                 self.bars.append((int(bar[1]) or None) if bar is not None else None)
+                self.since = place
             place = match.end()
+        self.place = place
 
     def _pass_over(self, place: int, hit: int) -> int | None:
         """The end of a line that says nothing, or only that a step is over; None where it says more."""

@@ -64,6 +64,27 @@ def _ranks(chance: random.Random, step: int, state: dict[str, Any]) -> str:
     return "".join(f"[Rank {rank}] step {step} loss {loss} grad_norm {norm}\n" for rank in ranks)
 
 
+def _amid_talk(chance: random.Random, step: int, state: dict[str, Any]) -> str:
+    """With bars that may be missing or at 0, marks that may go back, and what says nothing."""
+    step_of_bar = chance.choice((step, step, step, 0))
+    parts = [f"\r 10%|#  | {step_of_bar}/{LINES} [10:00<90:00, 1.1it/s]\n"] * (chance.random() < 0.9)
+    talk = (f"shard {step} is here\n", "the loss of 5\n", f"[INFO] 1/{step % 9} [2 things\n", "\r9%|\r")
+    parts += [chance.choice(talk) for _ in range(chance.randrange(5))]
+    parts.append(_trainer(chance, step, state))
+    if step % 10 == 0:
+        told = step - 30 * (chance.random() < 0.02)
+        parts.append(f"[INFO] [Rank 0] step={told}, skipped={step // 700}, lr=[1e-05]\n")
+    return "".join(parts)
+
+
+def _ranks_amid_talk(chance: random.Random, step: int, state: dict[str, Any]) -> str:
+    loss = "7" if chance.random() < 0.01 else f"{2 + chance.random():.3f}"  # 7 alone is no loss
+    lines = [f"[Rank {rank}] loss {loss} grad_norm {1 + chance.random():.3f}\n" for rank in range(3)]
+    lines += ["talk\n"] * chance.randrange(4)
+    chance.shuffle(lines)
+    return "".join(lines)
+
+
 def _overflows(chance: random.Random, step: int, state: dict[str, Any]) -> str:
     before = state.get("scale", 2**16)
     state["scale"] = after = max(1, before // 2) if chance.random() < 0.01 else before
@@ -82,7 +103,8 @@ def _constant_norm(chance: random.Random, step: int, state: dict[str, Any]) -> s
 
 KINDS: dict[str, Write] = {
     "trainer": _trainer, "behind bars": _behind_bars, "bars": _bars, "megatron": _megatron,
-    "ranks": _ranks, "overflows": _overflows, "constant norm": _constant_norm,
+    "ranks": _ranks, "overflows": _overflows, "amid talk": _amid_talk,
+    "ranks amid talk": _ranks_amid_talk, "constant norm": _constant_norm,
 }  # fmt: skip
 TALK = ("saving checkpoint\n", "the loss is fine\n", "[Rank 0] step=7, skipped=0, lr=[1e-05]\n", "\n")
 
