@@ -1,4 +1,4 @@
-"""The parts of a story: places in logs, overflows in a row, lines in a row, and the losses."""
+"""The parts of a story: places in logs, overflows in a row, lines in a row, the losses and the norms."""
 
 from __future__ import annotations
 
@@ -84,3 +84,43 @@ class LossStory:
         if best < self.best_mean:
             ends = (means.index(best) + 1) * LOSS_WINDOW - 1 - since
             self.best_mean, self.best_place = best, place(ends)
+
+
+@dataclass
+class NormStory:
+    """Norms in the order of the log: those that stay the same, and those of losses that are 0."""
+
+    last: float | None = None
+    race: Run = field(default_factory=Run)  # loss 0, and nan or the same norm, up to now
+    longest_race: Run = field(default_factory=Run)
+    same: Run = field(default_factory=Run)
+    longest_same: Run = field(default_factory=Run)
+
+    def add(self, norm: float, loss: float | None, place: Callable[[], Place]) -> None:
+        """``place``: where it stands."""
+        same = norm == self.last or (norm != norm and self.last is not None and self.last != self.last)
+        finite = math.isfinite(norm)
+        if loss == 0 and (same or not finite):
+            self.race.add(place())
+        elif self.race.count:
+            self.race = Run()
+        if same and finite:
+            self.same.add(place())
+        elif self.same.count:
+            self.same = Run()
+        if self.race.count > self.longest_race.count:
+            self.longest_race = self.race
+        if self.same.count > self.longest_same.count:
+            self.longest_same = self.same
+        self.last = norm
+
+    def add_plain(self, norms: Sequence[float], place: Callable[[int], Place]) -> None:
+        """They are all the same, or no run of them is long."""
+        if norms[0] != self.last or norms[-1] != norms[0] or norms.count(norms[0]) < len(norms):
+            self.same = Run()
+        else:
+            self.same.count += len(norms)
+            self.same.last = place(len(norms) - 1)
+            if self.same.count > self.longest_same.count:
+                self.longest_same = self.same
+        self.last = norms[-1]

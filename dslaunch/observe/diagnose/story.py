@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from dslaunch.observe.diagnose.course import Overflow, Setting
-from dslaunch.observe.diagnose.facts import LOSS_WINDOW, LossStory, Place, Run, Streak
+from dslaunch.observe.diagnose.facts import LOSS_WINDOW, LossStory, NormStory, Place, Run, Streak
 from dslaunch.observe.diagnose.series import Series
 from dslaunch.observe.diagnose.shapes import Record, sign_of_good
 
@@ -36,8 +36,7 @@ class Story:
         self.stuck = Run()
         self.unscaled = Run()  # skipped steps of bf16 or a static scale
         self.loss = LossStory()
-        self.race, self.longest_race = Run(), Run()
-        self.same_norm, self.longest_same_norm = Run(), Run()
+        self.norm = NormStory()
         self.loss_series, self.norm_series, self.scale_series = Series(), Series(), Series()
         self.clock = 0  # the step that is known, or a count of what was seen
         self.first_step: int | None = None
@@ -54,7 +53,6 @@ class Story:
         self._fused: Overflow | None = None
         self._fused_step = -1
         self._growth_logged = False  # since the last overflow
-        self._norm: float | None = None
         self._mark: tuple[int, int] | None = None  # the last line of progress: (step, skipped)
         self._every: int | None = None  # steps between two of them
 
@@ -292,7 +290,8 @@ class Story:
         if record.loss is not None:
             self._loss(record.loss, record, file)
         if record.norm is not None:
-            self._norms(record, file)
+            self.norm_series.add(self.clock, record.norm)
+            self.norm.add(record.norm, record.loss, lambda: self._place(record, file))
         if record.scale is not None and not self._is_before_overflow(record):
             self._observe_scale(record.scale, self.clock - (record.name == "scale used"))
 
@@ -323,7 +322,7 @@ class Story:
             self.loss_series.add_many(steps, losses)
         if norms is not None:
             self.norm_series.add_many(steps, norms)
-            self._plain_norms(norms, place)
+            self.norm.add_plain(norms, place)
 
     def _plain_steps(
         self, told: Sequence[Any] | None, count: int, marks: Mapping[int, Sequence[Record]]
@@ -350,17 +349,6 @@ class Story:
                     self._reach(step)
                 steps.append(self.clock)
         return steps
-
-    def _plain_norms(self, norms: Sequence[float], place: Callable[[int], Place]) -> None:
-        """They are all the same, or no run of them is long."""
-        if norms[0] != self._norm or norms[-1] != norms[0] or norms.count(norms[0]) < len(norms):
-            self.same_norm = Run()
-        else:
-            self.same_norm.count += len(norms)
-            self.same_norm.last = place(len(norms) - 1)
-            if self.same_norm.count > self.longest_same_norm.count:
-                self.longest_same_norm = self.same_norm
-        self._norm = norms[-1]
 
     def _skips_in_metrics(self, record: Record, file: str) -> None:
         """Megatron counts the skipped steps in the line of its step, where the scale is the next one."""
@@ -399,26 +387,6 @@ class Story:
             loss.last_place = self._place(record, file)
             if mean < loss.best_mean:
                 loss.best_mean, loss.best_place = mean, loss.last_place
-
-    def _norms(self, record: Record, file: str) -> None:
-        norm = record.norm
-        assert norm is not None
-        self.norm_series.add(self.clock, norm)
-        same = norm == self._norm or (norm != norm and self._norm is not None and self._norm != self._norm)
-        finite = math.isfinite(norm)
-        if record.loss == 0 and (same or not finite):
-            self.race.add(self._place(record, file))
-        elif self.race.count:
-            self.race = Run()
-        if same and finite:
-            self.same_norm.add(self._place(record, file))
-        elif self.same_norm.count:
-            self.same_norm = Run()
-        if self.race.count > self.longest_race.count:
-            self.longest_race = self.race
-        if self.same_norm.count > self.longest_same_norm.count:
-            self.longest_same_norm = self.same_norm
-        self._norm = norm
 
     def _place(self, record: Record, file: str, step: int | None = None) -> Place:
         known = step if step is not None else record.step if record.step is not None else record.bar

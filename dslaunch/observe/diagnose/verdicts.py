@@ -107,7 +107,7 @@ def _is_known_forward(story: Story) -> bool:
 
 
 def _race(story: Story) -> Iterator[Verdict]:
-    race = story.longest_race
+    race = story.norm.longest_race
     if race.count < _RACE_LINES:
         return
     on = story.settings.get("overlap_comm")
@@ -130,8 +130,8 @@ def _race(story: Story) -> Iterator[Verdict]:
 
 
 def _same_norm(story: Story) -> Iterator[Verdict]:
-    run = story.longest_same_norm
-    if run.count < _SAME_NORM_LINES or story.longest_race.count >= _RACE_LINES:
+    run = story.norm.longest_same
+    if run.count < _SAME_NORM_LINES or story.norm.longest_race.count >= _RACE_LINES:
         return
     norm = story.norm_series.points[-1].mean if story.norm_series.points else math.nan
     zero = norm == 0
