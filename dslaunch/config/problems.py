@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from dslaunch.config.spec_parts import FP32_LEAST, FP32_MOST
 from dslaunch.config.synonyms import known_key, known_value, why_not
 from dslaunch.config.yaml_tree import KeyPath, Mark, Tree, key_text
 from dslaunch.core.errors import ConfigError
@@ -170,7 +171,7 @@ def _sentence(
     if mark is not None and (trap := _yaml_trap(first["input"], mark, wanted, key)):
         return trap[0], _KEY_HINTS.get(key, trap[1])
     hint = _KEY_HINTS.get(key) or _section_hint(key, first, shown)
-    hint = hint or _rounding_hint(kind, path, first) or _literal_hint(key, first)
+    hint = hint or _rounding_hint(kind, path, first) or _literal_hint(key, first) or _fp32_hint(first)
     return f"{key}: {shown} is not {wanted}", hint
 
 
@@ -283,6 +284,11 @@ def _rounding_hint(kind: type[BaseModel], path: KeyPath, error: Any) -> str | No
         return None
     near = round(value) if abs(value) < 2**53 else None
     return f"write {path[-1]}: {near}" if near is not None and _accepts(kind, path, near) else None
+
+
+def _fp32_hint(error: Any) -> str | None:
+    beyond = error.get("ctx", {}).get("le") == FP32_MOST or error.get("ctx", {}).get("ge") == FP32_LEAST
+    return "fp32, in which optimizers compute, could not hold what they make of it" if beyond else None
 
 
 def _accepts(kind: type[BaseModel], path: KeyPath, value: int) -> bool:

@@ -209,7 +209,7 @@ def _annotation_text(annotation: Any, metadata: list[Any]) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     limits = " and ".join(
-        f"{sign} {getattr(item, name)}"
+        f"{sign} {getattr(item, name):.15g}"
         for item in metadata
         for name, sign in _BOUNDS.items()
         if _has(item, name)

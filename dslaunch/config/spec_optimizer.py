@@ -6,11 +6,12 @@ from pydantic import Field
 
 from dslaunch.config.spec_parts import (
     Beta,
+    Epsilon,
     Names,
-    NonNegativeFloat,
-    PositiveFloat,
     PositiveInt,
+    Rate,
     Section,
+    Weight,
 )
 
 OptimizerType = Literal[
@@ -25,16 +26,16 @@ class OptimizerParamsSpec(Section):
     betas: tuple[Beta, ...] | None = Field(
         None, description="Decay of the running averages: two numbers, of AdEMAMix three."
     )
-    eps: PositiveFloat | None = Field(
+    eps: Epsilon | None = Field(
         None, description="Added to the denominator (AdamW, Adam, AdEMAMix, Muon, 8 bit)."
     )
-    weight_decay: NonNegativeFloat | None = Field(
+    weight_decay: Weight | None = Field(
         None, description="Weight decay. Norms and biases are left out of it: see `optimizer.no_decay`."
     )
     momentum: Beta | None = Field(None, description="Momentum (SGD, Muon).")
-    dampening: NonNegativeFloat | None = Field(None, description="Dampening of the momentum (SGD).")
+    dampening: Weight | None = Field(None, description="Dampening of the momentum (SGD).")
     nesterov: bool | None = Field(None, description="Nesterov momentum (SGD).")
-    alpha: NonNegativeFloat | None = Field(None, description="Weight of the slow average (AdEMAMix).")
+    alpha: Weight | None = Field(None, description="Weight of the slow average (AdEMAMix).")
     t_alpha: PositiveInt | None = Field(
         None, description="Steps in which alpha grows to its value (AdEMAMix)."
     )
@@ -44,8 +45,8 @@ class OptimizerParamsSpec(Section):
     beta2_decay: float | None = Field(
         None, lt=0, description="Power of the step by which the average lengthens (Adafactor)."
     )
-    d: PositiveFloat | None = Field(None, description="Largest root mean square of an update (Adafactor).")
-    adam_lr: PositiveFloat | None = Field(
+    d: Rate | None = Field(None, description="Largest root mean square of an update (Adafactor).")
+    adam_lr: Rate | None = Field(
         None, description="Rate of what Muon leaves to AdamW: embeddings, head, norms, biases. Default: lr."
     )
     torch_adam: bool | None = Field(
@@ -59,10 +60,8 @@ class ParamGroupSpec(Section):
     match: Names = Field(
         min_length=1, description="Patterns of parameter names, such as `lm_head.*` or `*.lora_B.*`."
     )
-    lr: PositiveFloat | None = Field(
-        None, description="Peak learning rate of these. Default: `optimizer.lr`."
-    )
-    weight_decay: NonNegativeFloat | None = Field(None, description="Weight decay of these.")
+    lr: Rate | None = Field(None, description="Peak learning rate of these. Default: `optimizer.lr`.")
+    weight_decay: Weight | None = Field(None, description="Weight decay of these.")
 
 
 class OptimizerSpec(Section):
@@ -71,7 +70,7 @@ class OptimizerSpec(Section):
     type: OptimizerType = Field(
         "AdamW", description="Its name in DeepSpeed, torch or bitsandbytes (docs/optimizers.md)."
     )
-    lr: PositiveFloat | None = Field(
+    lr: Rate | None = Field(
         None,
         description="Peak learning rate. Default: 2e-4 with an adapter, 2e-5 without; a tenth of that for"
         " Lion; none for Adafactor and Muon, whose rates have another meaning.",
@@ -84,7 +83,7 @@ class OptimizerSpec(Section):
         description="Patterns of parameter names that weight decay leaves out. Default: norms and biases,"
         " which is every tensor of fewer than two dimensions. `[]`: it leaves nothing out.",
     )
-    loraplus_lr_ratio: PositiveFloat | None = Field(
+    loraplus_lr_ratio: Rate | None = Field(
         None, description="LoRA+: the B matrices of the adapter learn at lr times this."
     )
     groups: tuple[ParamGroupSpec, ...] = Field(

@@ -34,6 +34,11 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+# fp32 ends at 3.4e38, and optimizers multiply two of these and divide by 1 - beta; it begins at 1.2e-38.
+FP32_MOST, FP32_LEAST = 1e15, 1.2e-38
+Rate = Annotated[float, Field(gt=0, le=FP32_MOST)]
+Weight = Annotated[float, Field(ge=0, le=FP32_MOST)]
+Epsilon = Annotated[float, Field(ge=FP32_LEAST, le=FP32_MOST)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]

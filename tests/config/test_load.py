@@ -14,6 +14,8 @@ from dslaunch.config.spec_optimizer import OPTIMIZER_TYPES
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from tests.config.build import SMALL, load, only, problems
 
+_FP32 = "fp32, in which optimizers compute, could not hold what they make of it"
+
 
 def without(written: str) -> str:
     """The smallest file, with an empty line in place of the key that ``written`` gives anew."""
@@ -157,6 +159,17 @@ def test_all_unquoted_numbers_of_a_file_are_one_note() -> None:
         ),
         ("optimizer: {lr: .nan}", "optimizer.lr: .nan is not a finite number", None),
         ("optimizer: {lr: 0}", "optimizer.lr: 0 is not > 0", None),
+        ("optimizer: {lr: 1e38}", "optimizer.lr: 1e38 is not <= 1e+15", _FP32),
+        (
+            "optimizer: {params: {weight_decay: 1.0e+39}}",
+            "optimizer.params.weight_decay: 1.0e+39 is not <= 1e+15",
+            _FP32,
+        ),
+        (
+            "optimizer: {params: {eps: 1e-50}}",
+            "optimizer.params.eps: 1e-50 is not >= 1.2e-38",
+            _FP32,
+        ),
         (
             "optimizer: {type: adamw}",
             f"optimizer.type: adamw is not one of {', '.join(OPTIMIZER_TYPES)}",
