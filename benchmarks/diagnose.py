@@ -142,7 +142,7 @@ def amid_talk() -> Iterator[str]:
                 f"[2026-01-01 00:00:00,123] [INFO] [logging.py:123:log_dist] [Rank 0] step={step}, "
                 f"skipped={step // 1001}, lr=[1e-05], mom=[(0.9, 0.999)]\n"
             )
-        yield "".join(parts)
+        yield from parts
 
 
 def ranks_log() -> Iterator[str]:
