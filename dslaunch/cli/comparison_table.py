@@ -24,7 +24,7 @@ def comparison_lines(found: Comparison) -> list[str]:
 def _sides(found: Comparison) -> list[str]:
     sides = (found.base, found.changed)
     rows: list[tuple[str, ...]] = [("", *(side.name for side in sides))]
-    for title, tell in (
+    for title, cell_of in (
         ("engine", _engine),
         ("precision", _precision),
         ("ended", _end),
@@ -34,7 +34,7 @@ def _sides(found: Comparison) -> list[str]:
         ("tokens/s", lambda side: "-" if side.tokens_per_s is None else f"{side.tokens_per_s:,.0f}"),
         ("peak memory", _memory),
     ):
-        cells = [tell(side) for side in sides]
+        cells = [cell_of(side) for side in sides]
         if any(cell != "-" for cell in cells):
             rows.append((title, *cells))
     lines = _table(rows, numbers=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ def test_resuming_a_command(tmp_path: Path) -> None:
     options = ("--num-gpus-per-node", "1", "--run-dir", "r")
     assert dslaunch(*options, command=HELLO, cwd=tmp_path).returncode == 0
     assert dslaunch(*options, "--resume", command=HELLO, cwd=tmp_path).returncode == 0
-    assert (tmp_path / "r" / "logs" / "rank-0.log").read_text() == "rank 0\nrank 0\n"
+    log = (tmp_path / "r" / "logs" / "rank-0.log").read_text()
+    assert re.fullmatch(r"rank 0\n\n\[dslaunch: started anew 20\S+Z\]\nrank 0\n", log), log
     text = error_of(dslaunch(*options, "--resume", command=("--", "true"), cwd=tmp_path))
     assert "the run of another command" in text
     text = error_of(

@@ -69,9 +69,9 @@ def test_it_is_python_3_8() -> None:
 
 def real_python(version: str) -> str:
     """One of this version, by its name or as pyenv keeps it. Skips the test where this machine has none."""
-    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    kept = sorted(map(str, pyenv.glob(f"versions/{version}.*/bin/python")))
-    for python in [*kept, *filter(None, [shutil.which(f"python{version}")])]:
+    found = shutil.which(f"python{version}") or ""  # may be a word of pyenv's for one that is not chosen
+    kept = sorted(map(str, Path(found).parents[1].glob(f"versions/{version}.*/bin/python"))) if found else []
+    for python in [*kept, *filter(None, [found])]:
         if subprocess.run([python, "--version"], capture_output=True, timeout=30).returncode == 0:
             return python
     pytest.skip(f"{CANNOT_RUN}there is no Python {version}")
