@@ -113,6 +113,18 @@ def behind_bars() -> Iterator[str]:
         )
 
 
+def coloured() -> Iterator[str]:
+    """A loss every 300 bytes, its numbers in colour, behind talk of changing length."""
+    chance = random.Random(0)
+    step = 0
+    while True:
+        step += 1
+        yield (
+            f"\x1b[32m[10:00:0{step % 10}]\x1b[0m step {step} \x1b[1mloss: {loss(step):.4f}\x1b[0m "
+            f"grad_norm: {norm(step)}\n{'.' * chance.randint(150, 300)}\n"
+        )
+
+
 def amid_talk() -> Iterator[str]:
     """A loss every 430 bytes, with bars and lines of other programs in changing number between them."""
     chance = random.Random(0)
@@ -174,6 +186,7 @@ LOGS: dict[str, Callable[[], Iterator[str]]] = {
     "trainer": trainer_log,
     "behind bars": behind_bars,
     "amid talk": amid_talk,
+    "colours": coloured,
     "ranks": ranks_log,
     "overflow": overflow_log,
     "no line feed": bar_log,

@@ -117,7 +117,7 @@ def _learn(found: Found, record: Record) -> _Shape | None:
     """The shape of a line and of what is between it and the one before. None where it cannot be told."""
     period = found.block[found.since : found.end]
     begin = len(period) - len(found.text)
-    if len(period) > _LONGEST or b"\x1b" in found.text or not period.endswith(found.text):
+    if len(period) > _LONGEST or not period.endswith(found.text):
         return None
     wanted = {(begin + start, begin + end): name for name, (start, end) in (record.spans or {}).items()}
     fixed = [(begin + start, begin + end) for start, end in ranks_in(found.text)]

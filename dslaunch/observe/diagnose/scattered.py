@@ -33,13 +33,7 @@ class Scattered:
         """The shape of a line of numbers; None where it cannot be told."""
         text = found.text
         whole = found.block[found.end - len(text) : found.end] == text
-        if (
-            record.kind != "metrics"
-            or _WORD not in text
-            or b"\x1b" in text
-            or len(text) > _LONGEST
-            or not whole
-        ):
+        if record.kind != "metrics" or _WORD not in text or len(text) > _LONGEST or not whole:
             return None
         wanted = {span: name for name, span in (record.spans or {}).items() if span[0] >= 0}
         fixed = ranks_in(text)

@@ -114,14 +114,11 @@ _NAMES = {"scale_window": "loss_scale_window", "delayed_shift": "hysteresis", "m
 _RANK = re.compile(rb"[Rr]ank[ :_]*(\d{1,15})|\[default(\d{1,15})\]|^\s*(\d{1,15}):\s")
 _CLOCK = re.compile(rb"\d{4}-\d\d-\d\d[ T](\d\d):(\d\d):(\d\d)")
 _DIGITS = (*(b"%d" % digit for digit in range(10)), b".")
-_ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def parse(found: Found) -> list[Record]:
     """What the line says, in its order; empty where it says nothing."""
     text = found.text
-    if b"\x1b" in text:
-        text = _ANSI.sub(b"", text)
     if b"|" in text and (b"loss" in text or b" iteration " in text):
         megatron = _megatron(text, found)
         if megatron is not None:

@@ -7,9 +7,10 @@ made. Memory does not depend on the log's size.
 
 from __future__ import annotations
 
+import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
@@ -34,6 +35,8 @@ _BLOCK = 1 << 20
 AHEAD = 4096  # bytes after a line that must be there before it is read: it may have been wrapped
 _BEHIND = 400  # bytes before a line that are kept: a progress bar may say which step it is
 _WINDOW = 1 << 15
+_ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")  # a colour, a move of the cursor
+_LONGEST_ESCAPE = 32
 _LONGEST = 8192  # a longer line is cut around the word that was found
 
 
@@ -75,7 +78,7 @@ class LogFile:
         """The lines with a word of ANCHORS in them. Raises ConfigError where it cannot be read."""
         scanner = _Scanner()
         block, start = b"", 0
-        for data in self._blocks():
+        for data in _without_escapes(self._blocks()):
             block += data
             if len(block) - start < 2 * AHEAD:
                 continue
@@ -129,6 +132,22 @@ class LogFile:
                     return
             data = data or stream.read(_BLOCK)
         self.is_cut = not unpacker.eof
+
+
+def _without_escapes(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The blocks without colours; a sequence that the end of a block cuts waits for the next."""
+    begun = b""
+    for block in blocks:
+        data = begun + block if begun else block
+        begun = b""
+        if b"\x1b" in data:
+            last = data.rfind(b"\x1b", max(0, len(data) - _LONGEST_ESCAPE))
+            if last >= 0 and not _ESCAPE.match(data, last):
+                data, begun = data[:last], data[last:]
+            data = _ESCAPE.sub(b"", data)
+        yield data
+    if begun:
+        yield begun
 
 
 def text_before(block: bytes, begin: int, since: int) -> bytes:

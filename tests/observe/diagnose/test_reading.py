@@ -17,6 +17,7 @@ from dslaunch.cli.diagnose import diagnosis_lines
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.events import JsonlWriter
 from dslaunch.observe.diagnose.read import diagnose
+from dslaunch.observe.diagnose.source import _without_escapes
 from tests.observe.diagnose.logs import names, overflow_line, read, scales_by_step, zero_log
 from tests.oracles.loss_scaler import Scaler
 
@@ -338,3 +339,10 @@ def test_memory_does_not_grow_with_the_log(end: str, tmp_path: Path) -> None:
         tracemalloc.stop()
     assert found.num_losses == step
     assert peak < 12_000_000
+
+
+@pytest.mark.parametrize("size", range(1, 40))
+def test_colours_are_gone_wherever_a_block_ends(size: int) -> None:
+    text = b"\x1b[1;32mloss:\x1b[0m 1.5 \x1b[K\x1b no colour, nor \x1b[3\n\x1b[?25hend \x1b[3"
+    blocks = [text[i : i + size] for i in range(0, len(text), size)]
+    assert b"".join(_without_escapes(blocks)) == b"loss: 1.5 \x1b no colour, nor \x1b[3\nend \x1b[3"

@@ -135,7 +135,7 @@ def test_a_line(name: str, end: str, tmp_path: Path) -> None:
 def test_glued_behind_a_bar_in_colour_and_between_bytes_that_are_no_text(name: str, tmp_path: Path) -> None:
     line, wanted = SHAPES[name]
     bar = b"\xff\xfe\r  4%|4   | 12/300 [00:10<04:00,  1.20it/s]"
-    colour = b"\x1b[32m" + line.replace("loss", "lo\x1b[0mss", 0).encode() + b"\x1b[0m\xe9\n"
+    colour = b"\x1b[32m" + line.replace("loss", "lo\x1b[0mss").encode() + b"\x1b[0m\xe9\n"
     records = records_of(tmp_path, bar + colour)
     assert len(records) == 1 and says(records[0], {k: v for k, v in wanted.items() if k != "bar"}), records
 
