@@ -20,6 +20,8 @@ from dslaunch.core.errors import EXIT_CANCELLED_TERM, EXIT_OK, EXIT_STOPPED_AT_C
 
 if TYPE_CHECKING:
     from dslaunch.cli.launch_request import LaunchRequest
+    from dslaunch.config.load import LoadedSpec
+    from dslaunch.config.spec import RunSpec
     from dslaunch.core.errors import ConfigError
     from dslaunch.launch.record import RecordedPlan
 
@@ -90,10 +92,10 @@ def command(
         raise click.UsageError("compare reads the run file twice, so it must be a file: not -")
     common = (*set_, "output.logging_steps=1", *_length(max_steps))
     request = LaunchRequest(run_file=run_file, set_=common, **flags)
-    changed = _changed_request(request, to)
-    runs = _plan_both(request, changed, run_dir)
+    to = _settings_of_second(request, to)
+    runs = _plan_both(request, to, run_dir)
     check_start(runs[0].plan, runs[0].request, dry_run=dry_run)
-    with _of_changed(request, changed):
+    with _of_second(to):
         check_start(runs[1].plan, runs[1].request, dry_run=dry_run)
     if dry_run:
         _show(runs, as_json=as_json)
@@ -110,21 +112,40 @@ def _length(max_steps: int | None) -> tuple[str, ...]:
     return () if max_steps is None else ("num_train_epochs=null", f"max_steps={max_steps}")
 
 
+def _settings_of_second(request: LaunchRequest, to: tuple[str, ...]) -> tuple[str, ...]:
+    """``--to``; where it is not given, the other engine. Raises ConfigError where one is not KEY=VALUE."""
+    from dslaunch.config.overrides import parse_override
+    from dslaunch.core.errors import ConfigError
+
+    for text in to:
+        if text.partition("=")[0].strip() == "output.run_dir":
+            raise ConfigError(f"--to {text}: the second run is kept beside the first", hint="use --run-dir")
+        try:
+            parse_override(text)
+        except ConfigError as error:
+            words = (error.message, error.hint or "")
+            message, hint = (word.replace("--set", "--to") for word in words)
+            raise ConfigError(message, hint=hint) from None
+    if to:
+        return to
+    return ("engine=torch" if _load(request).spec.engine == "deepspeed" else "engine=deepspeed",)
+
+
+def _load(request: LaunchRequest) -> LoadedSpec[RunSpec]:
+    assert request.run_file is not None
+    return options.load_run_spec(request.run_file, request.set_, {})
+
+
 def _changed_request(request: LaunchRequest, to: tuple[str, ...]) -> LaunchRequest:
-    """What the second run is asked for: ``--to`` beyond the first, without it the other engine.
+    """What the second run is asked for: ``to`` beyond the first.
 
     Keys that act with DeepSpeed only are taken away where the second run is the one without it.
     """
     from dslaunch.config.without_deepspeed import keys_of_deepspeed
 
-    assert request.run_file is not None
-    base = options.load_run_spec(request.run_file, request.set_, {})
-    _check_settings(to)
-    to = to or ("engine=torch" if base.spec.engine == "deepspeed" else "engine=deepspeed",)
     changed = dataclasses.replace(request, set_=(*request.set_, *to))
-    with _of_changed(request, changed):
-        engine = options.load_run_spec(request.run_file, changed.set_, {}).spec.engine
-    if (base.spec.engine, engine) != ("deepspeed", "torch"):
+    base, second = _load(request), _load(changed)
+    if (base.spec.engine, second.spec.engine) != ("deepspeed", "torch"):
         return changed
     keys = keys_of_deepspeed(base)
     if keys:
@@ -132,38 +153,26 @@ def _changed_request(request: LaunchRequest, to: tuple[str, ...]) -> LaunchReque
     return dataclasses.replace(request, set_=(*request.set_, *(f"{key}=null" for key in keys), *to))
 
 
-def _check_settings(to: tuple[str, ...]) -> None:
-    """Raises ConfigError where one of ``--to`` is not KEY=VALUE, by its own name."""
-    from dslaunch.config.overrides import parse_override
-    from dslaunch.core.errors import ConfigError
-
-    for text in to:
-        try:
-            parse_override(text)
-        except ConfigError as error:
-            words = (error.message, error.hint or "")
-            message, hint = (word.replace("--set", "--to") for word in words)
-            raise ConfigError(message, hint=hint) from None
-
-
 @contextmanager
-def _of_changed(request: LaunchRequest, changed: LaunchRequest) -> Iterator[None]:
+def _of_second(to: tuple[str, ...]) -> Iterator[None]:
     """Say of an error in the block that it is the second run's, where ``--set`` stands for ``--to``, too."""
     try:
         yield
     except DslaunchError:
-        more = changed.set_[len(request.set_) :]
-        say(f"of the second run, with {', '.join(text for text in more if not text.endswith('=null'))}:")
+        say(f"of the second run, with {', '.join(to)}:")
         raise
 
 
-def _plan_both(request: LaunchRequest, changed: LaunchRequest, run_dir: str | None) -> tuple[_Run, _Run]:
+def _plan_both(request: LaunchRequest, to: tuple[str, ...], run_dir: str | None) -> tuple[_Run, _Run]:
     """Both plans, the second in the directory beside the first. Raises ConfigError where one cannot be."""
     from dslaunch.cli.launch_request import resolve_request
     from dslaunch.launch.record import move_plan
 
+    _load(request)  # what is wrong with both is not said of the second
+    with _of_second(to):
+        changed = _changed_request(request, to)
     first = resolve_request(dataclasses.replace(request, run_dir=run_dir))
-    with _of_changed(request, changed):
+    with _of_second(to):
         second = resolve_request(dataclasses.replace(changed, run_dir=run_dir))
     root = Path(first.launch.run_dir)
     _check_root(root)

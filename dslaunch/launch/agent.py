@@ -239,6 +239,7 @@ class Agent:
         self.dropped = 0
         self.ranks: list[Rank] = []
         self.to_start: deque[Rank] = deque()
+        self.time_of_start = ""
         self.before_exec = dying_with_us()
         self.selector = selectors.DefaultSelector()
         self.stopping = False
@@ -372,6 +373,7 @@ class Agent:
         except OSError as error:
             raise Refusal(*start_problem(self.orders["argv"][0], error)) from None
         assert rank.process.stdout and rank.process.stderr
+        rank.log.mark_start(self.time_of_start)
         rank.alive = True
         rank.streams = [
             Stream(rank, "stdout", rank.process.stdout.fileno(), self.take_lines),
@@ -464,8 +466,7 @@ class Agent:
         if command["net"] and (interface := interface_to(command["env"]["MASTER_ADDR"])):
             for name in (b"GLOO_SOCKET_IFNAME", b"NCCL_SOCKET_IFNAME"):
                 env.setdefault(name, to_bytes(interface))
-        for rank in self.ranks:
-            rank.log.mark_start(command["time"])
+        self.time_of_start = command["time"]
         self.to_start.extend(self.ranks)
 
     def refuse(self, refusal: Refusal) -> None:
@@ -873,7 +874,7 @@ def tops_of_packages(top: str, settings: str) -> list[str]:
     tops = ["/usr/local", top] if top == "/usr" else [top]  # as Debian's does
     home = re.search(r"^home *= *(.+)$", settings, re.MULTILINE)
     if home and re.search(r"^include-system-site-packages *= *true", settings, re.MULTILINE):
-        tops.append(os.path.dirname(home.group(1).strip()))
+        tops += tops_of_packages(os.path.dirname(home.group(1).strip()), "")
     return tops
 
 
@@ -1127,7 +1128,9 @@ def models_of_gpus(root: str = "/") -> list[str]:
             found.append(model.group(1))
     if found or not os.path.exists(os.path.join(root, "dev/kfd")):
         return found
-    for path in glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/properties")):
+    nodes = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
+    for node in sorted(entries(nodes), key=lambda name: int(name) if name.isdigit() else -1):
+        path = os.path.join(nodes, node, "properties")
         version = re.search(r"^gfx_target_version ([1-9]\d*)$", read_text(path), re.MULTILINE)
         if version:  # 0: the CPUs of a node
             number = int(version.group(1))

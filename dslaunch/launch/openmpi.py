@@ -27,7 +27,7 @@ _PLACE_OF_THE_AGENT = (
 )  # fmt: skip
 # Two that start in the same instant may both want to make the folder of this host's sessions
 # (TMPDIR/ompi.HOST.UID): the one that comes second gives up, and finds it the next time.
-WORTH_ANOTHER_TRY = (*mpi.WORTH_ANOTHER_TRY, b"File exists")
+WORTH_ANOTHER_TRY = (*mpi.WORTH_ANOTHER_TRY, b"A call to mkdir was unable")
 
 
 def build_agent_command(

@@ -89,6 +89,10 @@ def test_a_dry_run_in_words_shows_one_start_after_the_other(run_file: Path, caps
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (
+            ("--to", "output.run_dir=x"),
+            "Error: --to output.run_dir=x: the second run is kept beside the first",
+        ),
         (("--to", "foo"), "Error: --to 'foo' is not of the form key=value"),
         (("--to", "seeed=1"), "of the second run, with seeed=1:\nError: --set: unknown key seeed"),
         (("--set", "seeed=1"), "Error: --set: unknown key seeed"),

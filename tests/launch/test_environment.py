@@ -291,6 +291,12 @@ def test_versions_from_where_python_looks_besides(tmp_path: Path) -> None:
     assert found == {"python": "3.11.4", "torch": "3.0", "deepspeed": "0.19.9+dev", "peft": "1.0"}
 
 
+def test_a_venv_on_debians_python_sees_what_that_sees() -> None:
+    settings = "home = /usr/bin\ninclude-system-site-packages = true\n"
+    assert agent.tops_of_packages("/opt/venv", settings) == ["/opt/venv", "/usr/local", "/usr"]
+    assert agent.tops_of_packages("/opt/venv", settings.replace("true", "false")) == ["/opt/venv"]
+
+
 def test_versions_of_this_environment() -> None:
     """The same that the interpreter tells."""
     installed = {name: version(name) for name in COMPARED if find_spec(name.replace("-", "_"))}
@@ -321,11 +327,11 @@ def test_gpus_that_are_there_and_not_listed(
 def test_amd_gpus_by_their_architecture(tmp_path: Path) -> None:
     """Counted too; node 0 is the CPU."""
     root = gpu_host(tmp_path, 0, files=("kfd",))
-    for node, arch in enumerate(("0", "90402", "90402")):
+    for node, arch in ((10, "90010"), (0, "0"), (2, "90402")):  # as a folder may list them
         folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
         folder.mkdir(parents=True)
         (folder / "properties").write_text(f"simd_count 4\ngfx_target_version {arch}\n")
-    assert models_of_gpus(root) == ["gfx942"] * 2
+    assert models_of_gpus(root) == ["gfx942", "gfx90a"]
     check_gpus(["0", "1"], root)
     with pytest.raises(Refusal, match=r"the plan is for GPU 2, and this host has 2 \(0,1\)"):
         check_gpus(["2"], root)

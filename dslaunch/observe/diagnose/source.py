@@ -11,7 +11,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -103,9 +103,6 @@ class LogFile:
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"cannot read {self.name}: {reason}") from None
-
-    def _open(self) -> AbstractContextManager[BinaryIO]:
-        return nullcontext(sys.stdin.buffer) if self.path == STDIN else Path(self.path).open("rb")
 
     def _unpacked(self, stream: BinaryIO) -> Iterator[bytes]:
         data = stream.read(_BLOCK)

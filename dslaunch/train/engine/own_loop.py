@@ -70,7 +70,8 @@ class OwnLoop:
         from dslaunch.train.replay.on_failure import Scene
         from dslaunch.train.replay.own_loop import conclude
 
-        self.recorder = None  # the passes of the trace are not to be kept
+        self.recorder = None  # neither the passes of the trace nor what a script goes on with is to be kept
+        engine.record_no_more()
         scene = Scene(engine, self._limits, self._run_dir, self._event, self._say)
         conclude(recorder, scene, engine, self._trace_loss, error)
 

@@ -307,7 +307,7 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(_plain, value)) if type(value) in (list, tuple) else tuple(map(_plain, value))
     raise ConfigError(

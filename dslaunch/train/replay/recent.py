@@ -35,7 +35,7 @@ class BegunStep:
 
 
 class RecentSteps:
-    """Told of each step as it begins and ends. What it keeps are some kilobytes on the host."""
+    """Told of each step as it begins and ends. It keeps two of them."""
 
     def __init__(self) -> None:
         self._steps: deque[BegunStep] = deque(maxlen=_KEPT)

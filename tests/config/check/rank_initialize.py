@@ -29,7 +29,7 @@ def refusal(config: dict[str, Any]) -> str | None:
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 8, dtype=model.weight.dtype)).float().square().mean())
             engine.step()
-    except (Exception, Warning) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 

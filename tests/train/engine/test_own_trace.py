@@ -88,6 +88,7 @@ def test_a_batch_that_was_written_into_is_not_traced(two_ranks: CaseResults) -> 
     result = seen(two_ranks, "written-into")
     assert result["error"]["culprit"] is None
     assert "not traced: the tensors of its micro-batches have been written into since" in result["said"]
+    assert not result["records"], "a script that goes on keeps no further batches"
 
 
 def test_it_is_off_unless_asked_for_and_costs_nothing(two_ranks: CaseResults) -> None:
