@@ -229,8 +229,8 @@ def test_one_command_lays_zero_and_plain_amp_side_by_side(full: Story) -> None:
     assert [row["step"] for row in found["steps"]] == [1, 2, 3, 4, 5, 6]
     for number, row in enumerate(found["steps"]):
         assert row["loss"]["base"] == full.rows("metrics.jsonl", "train")[number]["loss"]
-        assert row["loss"]["changed"] == pytest.approx(row["loss"]["base"], rel=0.003)  # two ways of bf16
-    assert 0 < found["largest"]["loss"]["relative"] < 0.003
+        assert row["loss"]["changed"] == pytest.approx(row["loss"]["base"], rel=0.01)  # two ways of bf16
+    assert 0 < found["largest"]["loss"]["relative"] < 0.01
     assert {"key": "engine", "base": "deepspeed", "changed": "torch"} in found["differences"]
     assert "left out of the run with engine torch" in said.stderr
     assert "zero_optimization.stage" in said.stderr
