@@ -202,7 +202,8 @@ def test_upstream_mpich_gives_up_where_more_than_a_pipe_of_stdin_waits() -> None
     command = ["mpiexec.hydra", "-n", "1", "-hosts", os.uname().nodename, "sh", "-c", "sleep 1; wc -c"]
     done = subprocess.run(command, input=b"x" * 200_000, capture_output=True, timeout=30, check=False)
     assert done.returncode != 0
-    assert b"reading stdin too slowly" in done.stderr
+    # What it says depends on which of its two ends sees the other gone first.
+    assert b"reading stdin too slowly" in done.stderr or b"process manager error" in done.stderr
 
 
 @pytest.mark.needs("mpich")
