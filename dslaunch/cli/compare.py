@@ -92,8 +92,9 @@ def command(
         raise click.UsageError("compare reads the run file twice, so it must be a file: not -")
     common = (*set_, "output.logging_steps=1", *_length(max_steps))
     request = LaunchRequest(run_file=run_file, set_=common, **flags)
-    to = _settings_of_second(request, to)
-    runs = _plan_both(request, to, run_dir)
+    base = _load(request)
+    to = _settings_of_second(base, to)
+    runs = _plan_both(request, base, to, run_dir)
     check_start(runs[0].plan, runs[0].request, dry_run=dry_run)
     with _of_second(to):
         check_start(runs[1].plan, runs[1].request, dry_run=dry_run)
@@ -112,7 +113,7 @@ def _length(max_steps: int | None) -> tuple[str, ...]:
     return () if max_steps is None else ("num_train_epochs=null", f"max_steps={max_steps}")
 
 
-def _settings_of_second(request: LaunchRequest, to: tuple[str, ...]) -> tuple[str, ...]:
+def _settings_of_second(base: LoadedSpec[RunSpec], to: tuple[str, ...]) -> tuple[str, ...]:
     """``--to``; where it is not given, the other engine. Raises ConfigError where one is not KEY=VALUE."""
     from dslaunch.config.overrides import parse_override
     from dslaunch.core.errors import ConfigError
@@ -128,7 +129,7 @@ def _settings_of_second(request: LaunchRequest, to: tuple[str, ...]) -> tuple[st
             raise ConfigError(message, hint=hint) from None
     if to:
         return to
-    return ("engine=torch" if _load(request).spec.engine == "deepspeed" else "engine=deepspeed",)
+    return ("engine=torch" if base.spec.engine == "deepspeed" else "engine=deepspeed",)
 
 
 def _load(request: LaunchRequest) -> LoadedSpec[RunSpec]:
@@ -136,7 +137,7 @@ def _load(request: LaunchRequest) -> LoadedSpec[RunSpec]:
     return options.load_run_spec(request.run_file, request.set_, {})
 
 
-def _changed_request(request: LaunchRequest, to: tuple[str, ...]) -> LaunchRequest:
+def _changed_request(request: LaunchRequest, base: LoadedSpec[RunSpec], to: tuple[str, ...]) -> LaunchRequest:
     """What the second run is asked for: ``to`` beyond the first.
 
     Keys that act with DeepSpeed only are taken away where the second run is the one without it.
@@ -144,8 +145,7 @@ def _changed_request(request: LaunchRequest, to: tuple[str, ...]) -> LaunchReque
     from dslaunch.config.without_deepspeed import keys_of_deepspeed
 
     changed = dataclasses.replace(request, set_=(*request.set_, *to))
-    base, second = _load(request), _load(changed)
-    if (base.spec.engine, second.spec.engine) != ("deepspeed", "torch"):
+    if (base.spec.engine, _load(changed).spec.engine) != ("deepspeed", "torch"):
         return changed
     keys = keys_of_deepspeed(base)
     if keys:
@@ -163,14 +163,15 @@ def _of_second(to: tuple[str, ...]) -> Iterator[None]:
         raise
 
 
-def _plan_both(request: LaunchRequest, to: tuple[str, ...], run_dir: str | None) -> tuple[_Run, _Run]:
+def _plan_both(
+    request: LaunchRequest, base: LoadedSpec[RunSpec], to: tuple[str, ...], run_dir: str | None
+) -> tuple[_Run, _Run]:
     """Both plans, the second in the directory beside the first. Raises ConfigError where one cannot be."""
     from dslaunch.cli.launch_request import resolve_request
     from dslaunch.launch.record import move_plan
 
-    _load(request)  # what is wrong with both is not said of the second
     with _of_second(to):
-        changed = _changed_request(request, to)
+        changed = _changed_request(request, base, to)
     first = resolve_request(dataclasses.replace(request, run_dir=run_dir))
     with _of_second(to):
         second = resolve_request(dataclasses.replace(changed, run_dir=run_dir))

@@ -32,6 +32,14 @@ def to_jsonable(value: Any) -> Any:
     return value
 
 
+def parse_number(value: Any) -> float | None:
+    """The other way, of one value: a number, or its text; None for all else."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
 class JsonlWriter:
     """Appends objects to one JSON-lines file."""
 

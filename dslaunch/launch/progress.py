@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dslaunch.core.events import parse_number
 from dslaunch.core.run_dir import RunDir
 
 
@@ -43,8 +44,8 @@ class ProgressReader:
             if row.get("kind") == "train" and isinstance(row.get("step"), int):
                 self.progress = Progress(
                     step=row["step"],
-                    loss=_number(row.get("loss")),
-                    tokens_per_s=_number(row.get("tokens_per_s")),
+                    loss=parse_number(row.get("loss")),
+                    tokens_per_s=parse_number(row.get("tokens_per_s")),
                 )
         if self.progress is not None:
             self.progress = replace(self.progress, total=self._total)
@@ -74,11 +75,3 @@ class _Tail:
                 continue
             if isinstance(row, dict):
                 yield row
-
-
-def _number(value: Any) -> float | None:
-    """metrics.jsonl writes what JSON cannot hold as text: ``nan``, ``inf``."""
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError):
-        return None

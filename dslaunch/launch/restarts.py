@@ -74,9 +74,8 @@ def supervise_with_restarts(
             tell(f"  restarts     a crash loop: {what}; not started again")
         if refusal is not None:
             _tell_refused(restarts.number, refusal, last, events)
-        if (
-            refusal is not None or again is not None
-        ):  # something was said behind the block, which is to be last
+        # Where something was said behind the block, it is said once more: it is to be the last.
+        if refusal is not None or again is not None:
             tell(render_end(last, RunDir(Path(plan.run_dir)), shown=frozenset()).rstrip("\n"))
         return last
 

@@ -7,13 +7,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from dslaunch.core.events import to_jsonable
+from dslaunch.core.events import parse_number, to_jsonable
 from dslaunch.core.run_dir import RunDir
-from dslaunch.observe.run_status import RunStatus, load_status, parse_number, read_lines
+from dslaunch.observe.run_status import RunStatus, load_status, read_lines
 
-T = TypeVar("T")
 _NUMBERS = ("loss", "grad_norm", "lr", "loss_scale")
 # What of two plans differs wherever two runs do, or only says again what another key says.
 _NOT_COMPARED = ("origins", "ds_config", "launch.argv", "launch.run_dir")
@@ -134,8 +133,9 @@ def _read_side(path: Path) -> Side:
     run_dir = RunDir(path)
     started = run_dir.plan.is_file()
     plan = _plan(run_dir)
-    rows = {row["step"]: row for row in read_lines(run_dir.metrics) if _is_step(row, "train")}
-    evaluated = {row["step"]: row for row in read_lines(run_dir.metrics) if _is_step(row, "eval")}
+    lines = list(read_lines(run_dir.metrics))
+    rows = {row["step"]: row for row in lines if _is_step(row, "train")}
+    evaluated = {row["step"]: row for row in lines if _is_step(row, "eval")}
     events = list(read_lines(run_dir.events))
     peak, peak_of = _peak_memory(rows, events)
     return Side(

@@ -16,7 +16,7 @@ from dslaunch.core.errors import (
     EXIT_STOPPED_AT_CHECKPOINT,
     ConfigError,
 )
-from dslaunch.core.events import to_jsonable
+from dslaunch.core.events import parse_number, to_jsonable
 from dslaunch.core.file_lock import is_held
 from dslaunch.core.run_dir import RunDir
 
@@ -334,11 +334,3 @@ def _progress(rows: Iterable[dict[str, Any]], total_steps: int | None) -> Progre
         seconds_left=left,
         eval_loss=eval_loss,
     )
-
-
-def parse_number(value: Any) -> float | None:
-    """metrics.jsonl writes what JSON cannot hold as text: ``nan``, ``inf``."""
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError):
-        return None

@@ -200,10 +200,14 @@ def test_a_host_that_is_not_there(bed: Testbed, over: Over) -> None:
 def test_upstream_mpich_gives_up_where_more_than_a_pipe_of_stdin_waits() -> None:
     """Where this fails the relay need not make room any more."""
     command = ["mpiexec.hydra", "-n", "1", "-hosts", os.uname().nodename, "sh", "-c", "sleep 1; wc -c"]
-    done = subprocess.run(command, input=b"x" * 200_000, capture_output=True, timeout=30, check=False)
-    assert done.returncode != 0
-    # What it says depends on which of its two ends sees the other gone first.
-    assert b"reading stdin too slowly" in done.stderr or b"process manager error" in done.stderr
+    said = []
+    for _ in range(5):  # it may end before it has read the last words of its proxy
+        done = subprocess.run(command, input=b"x" * 200_000, capture_output=True, timeout=30, check=False)
+        assert done.returncode != 0
+        said.append(done.stderr)
+        if b"reading stdin too slowly" in done.stderr:
+            break
+    assert b"reading stdin too slowly" in said[-1], said
 
 
 @pytest.mark.needs("mpich")

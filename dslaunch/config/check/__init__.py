@@ -81,13 +81,14 @@ def check_value(config: dict[str, Any], target: Target) -> tuple[Finding, ...]:
 
 def _check_meaning(checker: Checker) -> None:
     """Every rule but those about the text."""
-    from dslaunch.config.check import batch, keys, optimizer, precision, zero
+    from dslaunch.config.check import batch, keys, optimizer, other_sections, precision, zero
 
     keys.check_keys(checker)
     batch.check_batch(checker)
     precision.check_precision(checker)
     optimizer.check_optimizer(checker)
     zero.check_zero(checker)
+    other_sections.check_other_sections(checker)
 
 
 def check_version(checker: Checker) -> None:

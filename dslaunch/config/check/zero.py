@@ -7,7 +7,6 @@ from typing import Any
 from dslaunch.config.check.context import PARENT, Checker
 from dslaunch.config.check.keys import parse_version
 from dslaunch.config.check.nvme import check_nvme
-from dslaunch.config.check.other_sections import check_other_sections
 from dslaunch.config.check.zenflow import check_compute_norm, check_zenflow
 from dslaunch.config.check.zeropp import check_zeropp
 from dslaunch.config.schema import Key, find_key, section_keys
@@ -40,7 +39,6 @@ def check_zero(checker: Checker) -> None:
     check_zenflow(checker)
     check_compute_norm(checker)
     _check_names(checker)
-    check_other_sections(checker)
 
 
 def _check_stages(checker: Checker) -> None:

@@ -14,6 +14,7 @@ from dslaunch.observe.diagnose.shapes import Record, parse
 from dslaunch.observe.diagnose.source import Found, text_before
 from dslaunch.observe.diagnose.story import Story
 
+LONGEST = 4096  # of a shape: one line, or one with what is between it and the line before
 _NUMBER = rb"[-+\d.eE]+"
 _ANY, _WITH_POINT = rb"([-+\d.eE]+)", rb"([-+\d]+\.[-+\d.eE]*)"
 _TOKEN = re.compile(rb"[-+.eE\d]*\d[-+.eE\d]*| +")

@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dslaunch.observe.diagnose.columns import Rows, columns_of, is_as_parsed, pattern_of
+from dslaunch.observe.diagnose.columns import LONGEST, Rows, columns_of, is_as_parsed, pattern_of
 from dslaunch.observe.diagnose.scattered import Scattered
 from dslaunch.observe.diagnose.shapes import Record, ranks_in
 from dslaunch.observe.diagnose.source import Found
 from dslaunch.observe.diagnose.story import Story
 
-_LONGEST = 4096  # of one line and what is between it and the one before
 _FEWEST = 8
 _MOST_WAITING = 1023
 
@@ -117,7 +116,7 @@ def _learn(found: Found, record: Record) -> _Shape | None:
     """The shape of a line and of what is between it and the one before. None where it cannot be told."""
     period = found.block[found.since : found.end]
     begin = len(period) - len(found.text)
-    if len(period) > _LONGEST or not period.endswith(found.text):
+    if len(period) > LONGEST or not period.endswith(found.text):
         return None
     wanted = {(begin + start, begin + end): name for name, (start, end) in (record.spans or {}).items()}
     fixed = [(begin + start, begin + end) for start, end in ranks_in(found.text)]

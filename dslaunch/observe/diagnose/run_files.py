@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dslaunch.core.errors import ConfigError
+from dslaunch.core.events import parse_number
 from dslaunch.core.run_dir import RunDir
 from dslaunch.observe.diagnose.shapes import Record
 from dslaunch.observe.diagnose.story import Story
@@ -138,7 +139,7 @@ def _record(row: dict[str, Any], number: int) -> Record | None:
     kind, step = row.get("kind"), row.get("step")
     text = row["_text"]
     if kind == "step_skipped" and isinstance(step, int):
-        before, after = _float(row.get("loss_scale")), _float(row.get("next_loss_scale"))
+        before, after = parse_number(row.get("loss_scale")), parse_number(row.get("next_loss_scale"))
         scaled = (before is not None and before != 1.0) or after not in (None, before)
         return Record(
             "overflow",
@@ -149,16 +150,16 @@ def _record(row: dict[str, Any], number: int) -> Record | None:
             text=text,
         )
     if kind == "train" and isinstance(step, int):
-        scale = _float(row.get("loss_scale"))
+        loss, norm, scale = (parse_number(row.get(name)) for name in ("loss", "grad_norm", "loss_scale"))
         return Record(
-            "metrics", number, step, loss=_float(row.get("loss")), norm=_float(row.get("grad_norm")),
+            "metrics", number, step, loss=loss, norm=norm,
             scale=None if scale == 1.0 else scale, name="scale used", text=text,
         )  # fmt: skip
     if kind == "loss_scale_grew" and isinstance(step, int):
-        before, after = _float(row.get("previous_loss_scale")), _float(row.get("loss_scale"))
+        before, after = parse_number(row.get("previous_loss_scale")), parse_number(row.get("loss_scale"))
         return Record("growth", number, step, before=before, after=after, text=text)
     if kind == "hysteresis_changed" and isinstance(step, int):
-        return Record("spared", number, step, before=_float(row.get("previous_hysteresis")), text=text)
+        return Record("spared", number, step, before=parse_number(row.get("previous_hysteresis")), text=text)
     if kind == "rank_error" and "already at minimum" in str(row.get("message")):
         return Record("minimum", number, text=text)
     if kind == "verdict" and isinstance(step, int) and row.get("verdict") in OWN_VERDICTS:
@@ -166,10 +167,3 @@ def _record(row: dict[str, Any], number: int) -> Record | None:
     if kind in ("train_start", "resumed") and isinstance(step, int):
         return Record("mark", number, step, text=text) if kind == "resumed" else None
     return None
-
-
-def _float(value: Any) -> float | None:
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError):
-        return None

@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from dslaunch.observe.diagnose.columns import Rows, columns_of, is_as_parsed, pattern_of
+from dslaunch.observe.diagnose.columns import LONGEST, Rows, columns_of, is_as_parsed, pattern_of
 from dslaunch.observe.diagnose.shapes import Record, bar_in, parse, ranks_in
 from dslaunch.observe.diagnose.source import AHEAD, ANCHORS, Found, text_before
 
 _WORD = b"loss"
 _OTHERS = tuple(anchor for anchor in ANCHORS if anchor != _WORD)
-_LONGEST = 4096
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Scattered:
         """The shape of a line of numbers; None where it cannot be told."""
         text = found.text
         whole = found.block[found.end - len(text) : found.end] == text
-        if record.kind != "metrics" or _WORD not in text or len(text) > _LONGEST or not whole:
+        if record.kind != "metrics" or _WORD not in text or len(text) > LONGEST or not whole:
             return None
         wanted = {span: name for name, span in (record.spans or {}).items() if span[0] >= 0}
         fixed = ranks_in(text)
@@ -135,7 +134,7 @@ class _Walk:
         newline, cr = block.find(b"\n", hit), block.find(b"\r", hit)
         end = min(at for at in (newline, cr, len(block)) if at >= 0)
         begin = max(block.rfind(b"\n", place, hit), block.rfind(b"\r", place, hit)) + 1
-        if not begin or end - begin > _LONGEST:
+        if not begin or end - begin > LONGEST:
             return None
         line = Found(self._feeds + 1, block[begin:end], text_before(block, begin, place), block, end, place)
         records = parse(line)

@@ -104,8 +104,8 @@ class Recorder:
         """Before a forward; one that nothing is trained by is left out."""
         if torch.is_grad_enabled() and engine.module.training:
             self._begin(engine)
-            call = Call(args, dict(kwargs))
-            self._calls.append(Call(args, dict(kwargs), tuple(tensor._version for tensor in call.tensors)))
+            given = (args, dict(kwargs))
+            self._calls.append(Call(*given, tuple(tensor._version for _, tensor in _tensors(given))))
 
     def see_backward(self, engine: Engine, num_tokens: int | None) -> None:
         """The end of a micro-batch."""

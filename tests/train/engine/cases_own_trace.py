@@ -65,8 +65,16 @@ def feed(gives_loss: bool) -> Feed:
     return give
 
 
-def written_into(engine: Engine, step: int) -> None:
-    given(engine, step, gives_loss=True).add_(1)
+def written_into() -> dict[str, Any]:
+    """And whether the engine goes on to keep what it is called with."""
+    engines: list[Engine] = []
+
+    def give(engine: Engine, step: int) -> None:
+        engines.append(engine)
+        given(engine, step, gives_loss=True).add_(1)
+
+    result = inside(2, LogOfZero(), give)
+    return {**result, "records": engines[-1]._recorder is not None}
 
 
 def settings(stage: int) -> dict[str, Any]:
@@ -129,7 +137,7 @@ def all_cases() -> dict[str, Case]:
         "trace/kept/3": lambda: kept_and_replayed(3),
         "trace/backward": lambda: inside(2, RootOfZero(), feed(True)),
         "trace/without-loss": lambda: outside(2, RootOfZero()),
-        "trace/written-into": lambda: inside(2, LogOfZero(), written_into),
+        "trace/written-into": written_into,
         "trace/stop": lambda: inside(2, LogOfZero(), feed(True), watch={}),
         "trace/off": lambda: [off(watch=None), off(watch={}), off(watch={"on_nonfinite": "trace"})],
     }

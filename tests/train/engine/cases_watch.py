@@ -92,8 +92,7 @@ def watched(
                          "culprit": caught.culprit}  # fmt: skip
                 break
             done += 1
-    return {"events": events, "error": error, "steps": done, "said": said.getvalue().splitlines(),
-            "records": getattr(engine, "_recorder", None) is not None}  # fmt: skip
+    return {"events": events, "error": error, "steps": done, "said": said.getvalue().splitlines()}
 
 
 def fp16(stage: int = 2, **keys: Any) -> dict[str, Any]:
