@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dslaunch.cli.host_check import host_memory_in_words
+from dslaunch.cli.host_check import check_host_memory, host_memory_in_words
+from dslaunch.cli.launch_request import LaunchRequest, resolve_request
 from dslaunch.cli.main import main
-from dslaunch.core.plan import load_run_plan
+from dslaunch.core.errors import EnvironmentNotReady
+from dslaunch.core.plan import RunPlan, load_run_plan
 from tests.support.tiny import make_tiny_model_dir
 
 RUN = """\
@@ -54,6 +56,20 @@ def test_what_cannot_fit_is_refused_before_anything_is_there(
     assert "this host cannot hold what the ranks keep between two steps: 7" in err
     assert "nothing was started" in err
     assert not (here / "runs").exists()
+
+
+def test_offload_that_this_host_cannot_hold_is_refused(here: Path) -> None:
+    make_it_huge(here / "model")
+    offload = "zero_optimization: {stage: 3, offload_optimizer: cpu, offload_param: cpu}\n"
+    text = RUN.replace("zero_optimization: {stage: 2}\n", offload).replace("gpu: cpu", "gpu: a100-80g")
+    (here / "run.yaml").write_text(text)
+    plan = resolve_request(LaunchRequest(run_file="run.yaml"))
+    assert isinstance(plan, RunPlan)
+    with pytest.raises(
+        EnvironmentNotReady, match="cannot hold what is offloaded between two steps: "
+    ) as caught:
+        check_host_memory(plan)
+    assert "nothing was started" in caught.value.message
 
 
 def test_a_killed_rank_is_told_what_the_plan_takes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

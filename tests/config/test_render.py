@@ -284,6 +284,17 @@ def test_the_worker_keeps_its_masters_and_states_in_fp32(stage: str, raw: str) -
         assert "dslaunch's worker keeps master weights and optimizer states in fp32" in problem.message
 
 
+def test_masters_in_fp16_want_an_eps_that_is_not_0_there() -> None:
+    text = f"{SMALL}precision: fp16\nzero_optimization: {{stage: 2, offload_optimizer: cpu}}\n"
+    text += "deepspeed: {fp16: {fp16_master_weights_and_grads: true}}\n"
+    with pytest.raises(ConfigErrors, match="eps below 6e-8 is 0 in fp16, so Adam divides by 0"):
+        engine_of(text, inventory=gpus("a100"))
+    text += "optimizer: {type: AdamW, params: {eps: 1.0e-6}}\n"
+    engine_of(text, inventory=gpus("a100"))
+    with pytest.raises(ConfigErrors, match="keeps master weights and optimizer states in fp32"):
+        plan_of(text, inventory=gpus("a100"))
+
+
 def test_raw_offload_is_held_against_the_optimizer() -> None:
     raw = "deepspeed: {zero_optimization: {offload_optimizer: {device: nvme, nvme_path: /n}}}"
     with pytest.raises(ConfigError, match="AdEMAMix: DeepSpeed keeps on NVMe what its own optimizers have"):

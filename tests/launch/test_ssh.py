@@ -365,6 +365,7 @@ def test_filters_choose_hosts(bed: Testbed, over: Over) -> None:
     ssh = 'sleep 300 & exec "$ssh" "$@"'
     code, _, err = over("print(os.uname().nodename)", "--exclude", "node1", ssh=ssh).wait()
     assert code == 0, err
+    assert "starting 2 ranks on node2, node3 by ssh" in err
     assert [Path(f"run/logs/rank-{r}.log").read_text() for r in range(2)] == ["node2\n", "node3\n"]
 
 

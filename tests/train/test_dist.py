@@ -40,17 +40,31 @@ def test_a_rank_that_is_no_number(monkeypatch: pytest.MonkeyPatch, value: str) -
         read_rank_environment()
 
 
+JOIN = """
+import sys
+from dslaunch.core.errors import DslaunchError
+from dslaunch.train.dist import init_world
+try:
+    init_world(timeout_s=3)
+except DslaunchError as error:
+    print(error.format())
+    sys.exit(error.exit_code)
+"""
+
+
 def test_a_master_that_is_not_there_is_one_sentence(ops_dir: Path) -> None:
     """Port 1 of this machine: nobody listens, and rank 1 says so instead of a traceback."""
-    code = (
-        "import sys\nfrom dslaunch.core.errors import DslaunchError\n"
-        "from dslaunch.train.dist import init_world\n"
-        "try:\n    init_world(timeout_s=3)\n"
-        "except DslaunchError as error:\n    print(error.format()); sys.exit(error.exit_code)\n"
-    )
-    done = run_python("-c", code, env=GOOD)
+    done = run_python("-c", JOIN, env=GOOD)
     assert done.returncode == 3, done.stderr
     assert "rank 1 could not join 2 ranks at 127.0.0.1:1" in done.stdout
+
+
+def test_a_rank_that_never_comes_is_counted(ops_dir: Path) -> None:
+    """Rank 0 of two, alone."""
+    done = run_python("-c", JOIN, env={**GOOD, "RANK": "0", "MASTER_PORT": str(free_port())})
+    assert done.returncode == 3, done.stderr
+    assert "rank 0 could not join 2 ranks at 127.0.0.1:" in done.stdout
+    assert "1/2 clients joined" in done.stdout
 
 
 COUNT_DEVICES = """

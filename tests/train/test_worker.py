@@ -133,6 +133,27 @@ def test_an_error_of_all_ranks_is_said_once(ops_dir: Path, tmp_path: Path, input
     assert {row["exit_code"] for row in errors} == {2}
 
 
+def test_packing_is_refused_where_samples_would_see_each_other(
+    ops_dir: Path, tmp_path: Path, inputs: tuple[Path, Path]
+) -> None:
+    """By the run, before its first step: Bloom counts positions by itself (F9)."""
+    from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM
+
+    model, data = inputs
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = BloomConfig(vocab_size=len(tokenizer), hidden_size=32, n_layer=2, n_head=4)
+    for part in (tokenizer, BloomForCausalLM(config)):
+        part.save_pretrained(tmp_path / "bloom")
+    plan = make_plan(
+        tmp_path, tmp_path / "bloom", data, packing=True, world_size=1, model={"attn_implementation": "eager"}
+    )
+    result = run_ranks([*WORKER, save_plan(plan)], world_size=1)[0]
+    assert result.returncode == 2, result.stderr
+    assert "BloomForCausalLM see each other" in result.stderr
+    assert "hint: set data.packing: false for this model" in result.stderr
+    assert read_rows(Path(plan.launch.run_dir) / "metrics.jsonl", "train") == []
+
+
 LEAVES_IN_A_HURRY = """
 import atexit, sys, torch
 from dslaunch.train.worker import leave, main
