@@ -38,6 +38,26 @@ class _Run:
     request: LaunchRequest
 
 
+@dataclass(frozen=True)
+class _Pair:
+    """Both, and the directory above theirs. ``is_named``: the user chose it."""
+
+    root: Path
+    is_named: bool
+    runs: tuple[_Run, _Run]
+
+    def at(self, root: Path) -> _Pair:
+        """The same in another directory."""
+        from dslaunch.launch.record import move_plan
+
+        runs = []
+        for run in self.runs:
+            where = root / run.name
+            request = dataclasses.replace(run.request, run_dir=str(where) if self.is_named else None)
+            runs.append(_Run(run.name, move_plan(run.plan, where), request))
+        return _Pair(root, self.is_named, (runs[0], runs[1]))
+
+
 @click.command("compare", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("run_file", metavar="RUN.yaml")
 @options.set_option
@@ -94,15 +114,17 @@ def command(
     request = LaunchRequest(run_file=run_file, set_=common, **flags)
     base = _load(request)
     to = _settings_of_second(base, to)
-    runs = _plan_both(request, base, to, run_dir)
-    check_start(runs[0].plan, runs[0].request, dry_run=dry_run)
+    pair = _plan_both(request, base, to, run_dir)
+    first, second = pair.runs
+    check_start(first.plan, first.request, dry_run=dry_run)
     with _of_second(to):
-        check_start(runs[1].plan, runs[1].request, dry_run=dry_run)
+        check_start(second.plan, second.request, dry_run=dry_run)
     if dry_run:
-        _show(runs, as_json=as_json)
+        _show(pair.runs, as_json=as_json)
         return EXIT_OK
-    code = _run_both(runs)
-    _report(runs, code, as_json=as_json)
+    with _claimed(pair) as runs:
+        code = _run_both(runs)
+        _report(runs, code, as_json=as_json)
     return code
 
 
@@ -165,23 +187,20 @@ def _of_second(to: tuple[str, ...]) -> Iterator[None]:
 
 def _plan_both(
     request: LaunchRequest, base: LoadedSpec[RunSpec], to: tuple[str, ...], run_dir: str | None
-) -> tuple[_Run, _Run]:
+) -> _Pair:
     """Both plans, the second in the directory beside the first. Raises ConfigError where one cannot be."""
-    from dslaunch.cli.launch_request import resolve_request
-    from dslaunch.launch.record import move_plan
+    from dslaunch.cli.launch_request import names_run_dir, resolve_request
 
     with _of_second(to):
-        changed = _changed_request(request, base, to)
-    first = resolve_request(dataclasses.replace(request, run_dir=run_dir))
+        changed = dataclasses.replace(_changed_request(request, base, to), run_dir=run_dir)
+    request = dataclasses.replace(request, run_dir=run_dir)
+    first = resolve_request(request)
     with _of_second(to):
-        second = resolve_request(dataclasses.replace(changed, run_dir=run_dir))
-    root = Path(first.launch.run_dir)
-    _check_root(root)
-    runs = []
-    for name, plan, asked in ((BASE, first, request), (CHANGED, second, changed)):
-        where = root / name
-        runs.append(_Run(name, move_plan(plan, where), dataclasses.replace(asked, run_dir=str(where))))
-    return runs[0], runs[1]
+        second = resolve_request(changed)
+    root, is_named = Path(first.launch.run_dir), names_run_dir(first, request)
+    if is_named:
+        _check_root(root)
+    return _Pair(root, is_named, (_Run(BASE, first, request), _Run(CHANGED, second, changed))).at(root)
 
 
 def _check_root(root: Path) -> None:
@@ -221,6 +240,26 @@ def _show(runs: tuple[_Run, ...], *, as_json: bool) -> None:
 
 
 # --- acting -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _claimed(pair: _Pair) -> Iterator[tuple[_Run, _Run]]:
+    """The runs. A directory that nobody named is one of this comparison alone, and goes if no rank starts."""
+    from dslaunch.cli.launch_request import make_unused
+    from dslaunch.launch.claim import remove_failed_start
+
+    if pair.is_named:
+        yield pair.runs
+        return
+    root = make_unused(pair.root)
+    try:
+        yield dataclasses.replace(pair, is_named=True).at(root).runs
+    except DslaunchError:
+        remove_failed_start(root / BASE)
+        if not any(root.iterdir()):
+            root.rmdir()
+            talk(f"no rank was started; removed {root}")
+        raise
 
 
 def _run_both(runs: tuple[_Run, ...]) -> int:

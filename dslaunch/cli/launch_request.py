@@ -69,7 +69,7 @@ def claim_run_dir(plan: RecordedPlan, request: LaunchRequest) -> RecordedPlan:
         check_run_dir(wanted, resume=request.resume)
     else:
         # Two launches in the same second: the one that makes the directory has it.
-        wanted = _make_unused(wanted)
+        wanted = make_unused(wanted)
         plan = move_plan(plan, wanted) if str(wanted) != plan.launch.run_dir else plan
     RunDir(wanted).create(resume=request.resume, reuse=True)
     return plan
@@ -347,7 +347,8 @@ def _which_run(name: str, root: Path) -> ConfigError:
     return ConfigError("--resume needs the run directory to go on in", hint=hint)
 
 
-def _make_unused(wanted: Path) -> Path:
+def make_unused(wanted: Path) -> Path:
+    """Make ``wanted``, or where it is there the first of ``wanted-2``, ``wanted-3``, ... that is not."""
     from dslaunch.core.errors import EnvironmentNotReady
 
     number = 1

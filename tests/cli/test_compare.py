@@ -160,6 +160,42 @@ def test_ctrl_c_in_the_first_leaves_the_second_out(run_file: Path) -> None:
     assert not (run_file.parent / "both/changed/plan.json").exists()
 
 
+def test_two_in_one_second_have_a_directory_each(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "dslaunch.core.run_dir.default_run_dir", lambda name, *, runs_root, now: runs_root / name
+    )
+    for _ in range(2):
+        assert main(["compare", str(run_file)]) == 0
+    for name in ("mine", "mine-2"):
+        found = json.loads((run_file.parent / "runs" / name / "comparison.json").read_text())
+        for run in ("base", "changed"):
+            said = (run_file.parent / "runs" / name / run / "logs/rank-0.log").read_text()
+            assert found[run]["run_dir"] == str(run_file.parent / "runs" / name / run)
+            assert said.split()[-1] == f"{found[run]['run_dir']}/plan.json"
+
+
+@pytest.mark.parametrize(
+    ("verb", "named"), [("compare", ()), ("compare", ("--run-dir", "x")), ("launch", ())]
+)
+def test_a_directory_that_nobody_named_goes_where_no_rank_starts(
+    run_file: Path, verb: str, named: tuple[str, ...]
+) -> None:
+    """The host lets nobody in, which only a start can find out."""
+    (run_file.parent / "hosts").write_text("far.invalid slots=2\n")
+    (run_file.parent / "ssh").write_text("#!/bin/sh\necho Permission denied >&2\nexit 255\n")
+    (run_file.parent / "ssh").chmod(0o755)
+    done = subprocess.run(
+        [*ARGV[:-1], verb, str(run_file), "--hostfile", "hosts", *named], cwd=run_file.parent,
+        env={**os.environ, "PATH": f"{run_file.parent}:{os.environ['PATH']}"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert (f"no rank was started; removed {run_file.parent}/runs/mine-" in done.stderr) == (not named)
+    plans = [path.relative_to(run_file.parent) for path in run_file.parent.rglob("plan.json")]
+    assert plans == ([Path("x/base/plan.json")] if named else [])
+    assert named or list((run_file.parent / "runs").iterdir()) == []
+
+
 def test_the_run_file_must_be_a_file(capsys: Said) -> None:
     assert main(["compare", "-"]) == 2
     assert "so it must be a file: not -" in capsys.readouterr().err

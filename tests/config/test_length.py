@@ -66,6 +66,9 @@ def test_a_run_without_a_step(tmp_path: Path) -> None:
         length(tmp_path, 0)
     with pytest.raises(ConfigError, match="warmup_steps 14 is more than the 13 steps"):
         length(tmp_path, 100, "scheduler.warmup_steps=14")
+    for longer in ((3, "max_steps=10"), (80,)):  # ten steps, as said and as counted
+        with pytest.raises(ConfigError, match="6 of decay are more than the 10 steps"):
+            length(tmp_path, *longer, "scheduler={type: wsd, warmup_steps: 5, decay_steps: 6}")
 
 
 def block(**flags: Any) -> dict[str, Any]:

@@ -64,13 +64,21 @@ def test_auto_with_a_device_that_is_not_in_the_table() -> None:
     assert resolve_precision("bf16", [DeviceGroup(Device("Xyzzy", "", "unknown", "unknown"))]).notes == ()
 
 
-@pytest.mark.parametrize(("device", "hint"), [(lookup_device("cpu"), "fp32"), (BF16_CPU, "bf16")])
-def test_fp16_on_a_cpu_without_instructions_is_refused(device: Device, hint: str) -> None:
+@pytest.mark.parametrize(
+    ("devices", "hint"),
+    [
+        ([lookup_device("cpu")], "fp32"),
+        ([BF16_CPU], "bf16"),
+        ([BF16_CPU, lookup_device("cpu")], "fp32"),  # the weakest decides
+    ],
+)
+def test_fp16_on_a_cpu_without_instructions_is_refused(devices: list[Device], hint: str) -> None:
+    groups = [DeviceGroup(device) for device in devices]
     with pytest.raises(ConfigError, match="neither AVX512-FP16 nor AMX-FP16") as caught:
-        resolve_precision("fp16", [DeviceGroup(device)])
+        resolve_precision("fp16", groups)
     assert f"precision {hint}" in (caught.value.hint or "")
     assert "allow_emulated_fp16: true" in (caught.value.hint or "")
-    chosen = resolve_precision("fp16", [DeviceGroup(device)], allow_emulated_fp16=True)
+    chosen = resolve_precision("fp16", groups, allow_emulated_fp16=True)
     assert (chosen.value, "emulated" in chosen.reason) == ("fp16", True)
     assert chosen.notes == ("fp16 is emulated on this CPU: right, but slow; for tests and debugging only",)
 

@@ -108,15 +108,21 @@ def test_a_host_that_failed_twice_gives_way_to_a_spare_with_as_many_slots(tmp_pa
 
 
 def test_a_host_on_which_ranks_fail_at_once_gives_way_too_before_it_is_a_crash_loop(tmp_path: Path) -> None:
-    restarts = Restarts(plan(tmp_path, spare_hosts=(Host(name="c", slots=("0",)),)), own_worker=False)
+    spares = (Host(name="c", slots=("0",)), Host(name="d", slots=("0",)))
+    restarts = Restarts(plan(tmp_path, spare_hosts=spares[:1], master_addr="10.0.0.1"), own_worker=False)
     left_out = []
     for host in ("b", "b", "c"):
         restart = restarts.next(failed(host=host), [host], lived_s=1.0)
         assert restart is not None
         left_out.append(restart.left_out)
     assert left_out == [(), ("b",), ()]
+    assert restarts.plan.master_addr == "10.0.0.1"  # the first host's, which is there still
     assert restarts.next(failed(host="c"), ["c"], lived_s=1.0) is None
     assert restarts.is_crash_loop
+    first = Restarts(plan(tmp_path, spare_hosts=spares[1:], master_addr="10.0.0.1"), own_worker=False)
+    for _ in range(2):
+        assert first.next(failed(host="a"), ["a"], lived_s=1.0) is not None
+    assert ([host.name for host in first.plan.topology.hosts], first.plan.master_addr) == (["d", "b"], None)
 
 
 def test_a_crash_loop_says_why_it_ends(launch: Launch) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dslaunch.core.run_dir import RunDir
+from dslaunch.launch.cause import Cause
 from dslaunch.launch.ends import HostFacts, LostHost, RankEnd, list_ranks
 from dslaunch.launch.places import describe_places
 from dslaunch.launch.progress import Progress
@@ -190,6 +192,49 @@ def test_only_what_obeyed_was_stopped() -> None:
     codes = (-15, -9, 143, 75, 70, 0)
     assert [end(0, code, asked=True).was_stopped for code in codes] == [True, True, True, True, False, False]
     assert not end(0, -9).was_stopped
+
+
+@pytest.mark.parametrize(
+    ("later", "is_cause"),
+    [
+        ({"code": -9}, True),
+        ({"code": -11, "seconds": 3.0}, True),
+        ({"code": -9, "seconds": 3.5}, False),  # another event
+        ({"code": -9, "host": "n1"}, False),  # of one host the news come in their order
+        ({"code": -9, "asked": True}, False),
+        ({"code": 1}, False),
+        ({"code": -6}, False),  # as NCCL and gloo end a rank that another one left
+        ({"code": -15}, False),
+    ],
+)
+def test_what_a_signal_killed_is_the_cause_of_an_exception_elsewhere(
+    later: dict[str, Any], is_cause: bool
+) -> None:
+    first, killed = end(0, 1), dataclasses.replace(end(1, 0), **{"host": "n2", **later})
+    cause = Cause(first_failure=first)
+    assert cause.revise(killed) == is_cause
+    assert cause.first_failure is (killed if is_cause else first)
+    signalled = Cause(first_failure=end(0, -9))
+    assert not signalled.revise(killed)
+    assert not Cause().revise(killed)
+
+
+def test_the_loss_of_a_host_is_the_cause_of_what_fails_elsewhere_at_once() -> None:
+    follows, first = Cause(first_failure=end(0, 1)), Cause()  # n1, at 1.25 s
+    assert [cause.note_lost("n2", "gone", 3.0) for cause in (follows, first)] == [True, True]
+    lost = LostHost(host="n2", how="gone", seconds=3.0)
+    assert follows == first == Cause(lost=lost)
+    for host, seconds in (("n1", 1.5), ("n2", 3.5)):  # its own rank had failed; much later
+        own = Cause(first_failure=end(0, 1))
+        assert not own.note_lost(host, "gone", seconds)
+        assert own == Cause(first_failure=end(0, 1))
+    assert not Cause(cancelled_by=2).note_lost("n2", "gone", 3.0)
+
+
+def test_only_a_stop_of_all_is_a_stop_at_a_checkpoint() -> None:
+    assert Outcome(ends=(end(0, 75), end(1, 0)), num_ranks=2).exit_code == 75
+    assert Outcome(ends=(end(0, 75), end(1, -9, asked=True)), num_ranks=2, late=(1,)).exit_code == 1
+    assert Outcome(ends=(end(0, 75), end(1, -9, asked=True)), num_ranks=2, cancelled_by=2).exit_code == 130
 
 
 def test_a_signal_too_late_to_stop_anything_is_no_cancel() -> None:
