@@ -15,7 +15,7 @@ Its stdin is JSON lines. The first is the orders::
      "cache": {"path": "...", "needed": true}, "packages": ["torch", ...],
      "ops_cpu": "1a2b3c4d" | null, "failure_grace_s": 5.0, "checkpoint_grace_s": 120.0,
      "host_timeout_s": 30.0 | null, "meet": {"peers": ["b"], "addr": "..." | null,
-              "port": 29500 | null, "leased": false} | null,
+              "port": 29500 | null, "leased": false, "seed": "..." | null} | null,
      "ranks": [{"rank": 0, "env": {...}, "args": [...], "log": "...", "show": "all" | "errors"}]}
 
 then commands: ``{"command": "reach", "addr": "...", "port": n}``, ``{"command":
@@ -152,15 +152,16 @@ class Lease:
     process ends. Until the ranks start, the port itself can be listened on, for others to try.
     """
 
-    def __init__(self, port: int | None, *, leased: bool = True) -> None:
+    def __init__(self, port: int | None, *, leased: bool = True, seed: str | None = None) -> None:
         self.port = port or 0
         self.reservation = self.server = None  # type: socket.socket | None
         if port is None:
-            self.port, self.reservation = find_port()
+            self.port, self.reservation = find_port(seed)
         elif not leased:
             self.reservation = reserve_port(port)
             if self.reservation is None or not is_free_port(port):
-                raise Refusal(f"master_port {port} is taken", "leave master_port out: a free one is found")
+                raise Refusal(f"master_port {port} is taken{holder_text(port)}",
+                              "leave master_port out: a free one is found")  # fmt: skip
 
     def listen(self, ipv6: bool) -> None:
         self.server = socket.socket(socket.AF_INET6 if ipv6 else socket.AF_INET, socket.SOCK_STREAM)
@@ -252,7 +253,7 @@ class Agent:
         self.left: list[int] = []
         self.prepared: tuple[bytes, dict[bytes, bytes], bytes] | None = None
         self.facts: dict[str, Any] = {}  # for ``ready``
-        self.lease = Lease(None)
+        self.lease = Lease(0)  # none as yet
         self.started = self.refused = False
         self.host_timeout_s: float = orders["host_timeout_s"] or float("inf")
         self.heard_at = self.beat_at = time.monotonic()
@@ -342,7 +343,7 @@ class Agent:
         wanted = self.orders["meet"]
         if wanted is None:
             return {}
-        self.lease = Lease(wanted["port"], leased=wanted["leased"])
+        self.lease = Lease(wanted["port"], leased=wanted["leased"], seed=wanted["seed"])
         if not wanted["peers"]:
             return {"addr": wanted["addr"] or "127.0.0.1", "port": self.lease.port}
         address = wanted["addr"] or own_address(wanted["peers"])
@@ -710,8 +711,11 @@ def witness_problem(witness: dict[str, Any] | None) -> str | None:
     return f"the run directory {to_text(folder)} of the launcher is not seen there ({seen or 'another one'})"
 
 
-def find_port() -> tuple[int, socket.socket]:
-    """A free port and its reservation. Raises Refusal where there is none."""
+def find_port(seed: str | None = None) -> tuple[int, socket.socket]:
+    """A free port and its reservation; the same for the same ``seed`` as long as it is free.
+
+    Raises Refusal where there is none.
+    """
     # Outside the ephemeral range: within it, the ranks' own outgoing connections may take
     # the port between our test and rank 0's bind.
     try:
@@ -720,7 +724,8 @@ def find_port() -> tuple[int, socket.socket]:
     except (OSError, ValueError, IndexError):
         low = 32768
     pool = range(LOWEST_PORT, low) if low - LOWEST_PORT >= 200 else range(LOWEST_PORT, 65536)
-    for port in random.SystemRandom().sample(pool, 200):
+    chance = random.SystemRandom() if seed is None else random.Random(seed)
+    for port in chance.sample(pool, 200):
         reservation = reserve_port(port)
         if reservation is not None:
             if is_free_port(port):
@@ -754,6 +759,40 @@ def is_free_port(port: int) -> bool:
                 return False
             # No such family on this machine: nobody can hold the port there.
     return True
+
+
+def holder_text(port: int) -> str:
+    """Who listens on ``port``, in the words that follow "is taken"."""
+    holder = find_holder(port)
+    return f" by process {holder[0]} ({holder[1]})" if holder else " by another process or launch"
+
+
+def find_holder(port: int) -> tuple[int, str] | None:
+    """Process id and program name of who listens on TCP ``port``; None where /proc does not show it."""
+    inodes = _listening_inodes(port)
+    for link in glob.iglob("/proc/[0-9]*/fd/*") if inodes else ():
+        try:
+            if os.readlink(link) in inodes:
+                pid = link.split("/")[2]
+                with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as stream:
+                    return int(pid), stream.read().strip()
+        except OSError:  # it is gone, or not ours to see
+            continue
+    return None
+
+
+def _listening_inodes(port: int) -> set[str]:
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table, encoding="ascii") as stream:
+                lines = stream.read().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in (line.split() for line in lines):
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    return inodes
 
 
 def own_address(peers: list[str]) -> str:

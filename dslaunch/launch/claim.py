@@ -123,7 +123,9 @@ def check_writable(path: Path) -> None:
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     why = "" if existing.is_dir() else f"{existing} is not a directory"
     if not why and not os.access(existing, os.W_OK | os.X_OK):
-        why = f"no permission to write in {existing}"
+        read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+        why = f"{existing} is on a file system that is mounted read-only" if read_only else ""
+        why = why or f"no permission to write in {existing}"
     if why:
         raise EnvironmentNotReady(
             f"cannot write the run directory {path}: {why}",

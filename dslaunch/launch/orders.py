@@ -18,6 +18,7 @@ from dslaunch.core.topology import Host, RankPlace, is_this_machine, master_faul
 from dslaunch.launch.agent import PROTOCOL, cpu_key
 from dslaunch.launch.container import without_the_images_own
 from dslaunch.launch.jit_cache import cache_of, torch_extensions_dir
+from dslaunch.launch.ports import port_seed
 
 _LOOKED_UP = 16  # hosts of a launch, at most, whose names are looked up
 _PEERS_TRIED = 8  # names of other hosts that host 0 looks up to find its own address
@@ -36,6 +37,7 @@ _FORWARDED_PREFIXES = (
 # Interfaces differ from host to host; --env sends these all the same.
 _NEVER_FORWARDED = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # By which a process sees some of a vendor's devices alone. Of NVIDIA's and AMD's the agent sees which it is.
+RESTART_COUNT = "DSLAUNCH_RESTART_COUNT"  # which start of a launch the ranks are of; unset in the first
 VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}
 
 
@@ -104,7 +106,7 @@ def build_orders(
         "visible_devices": _devices(plan, host),
         "witness": witness,
         "cache": {**common["cache"], "needed": needs_cache},
-        "meet": _meet(plan, leased_port) if node_rank == 0 else None,
+        "meet": _meet(plan, leased_port, environ) if node_rank == 0 else None,
         "ranks": [
             {
                 "rank": place.rank,
@@ -197,13 +199,14 @@ def _devices(plan: LaunchPlan, host: Host) -> dict[str, Any] | None:
     return {"slots": list(host.slots), "of": list(host.all_slots), "variable": variable}
 
 
-def _meet(plan: LaunchPlan, leased_port: int | None) -> dict[str, Any]:
+def _meet(plan: LaunchPlan, leased_port: int | None, environ: Mapping[str, str]) -> dict[str, Any]:
     peers = [host.name for host in plan.topology.hosts[1:]]
     return {
         "peers": peers[:_PEERS_TRIED],
         "addr": plan.master_addr,
         "port": leased_port or plan.master_port,
         "leased": leased_port is not None,
+        "seed": port_seed(environ, plan.env.get(RESTART_COUNT, "0")),
     }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-from pathlib import Path
+from collections.abc import Mapping
 
 from dslaunch.core.errors import EnvironmentNotReady
 from dslaunch.launch import agent
+
+# What names the job, the innermost first: Flux may run inside of a Slurm job.
+_JOB_IDS = ("FLUX_ENCLOSING_ID", "FLUX_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+# What tells one of its starts, or members, from another.
+_WHICH = ("SLURM_RESTART_COUNT", "LSB_JOBINDEX", "SGE_TASK_ID")
 
 
 class PortLease:
@@ -27,8 +30,17 @@ class PortLease:
             self._reservation.close()
 
 
-def lease_port(wanted: int | None) -> PortLease:
-    """``wanted`` if it is free, or any free port.
+def port_seed(environ: Mapping[str, str], restart: str = "0") -> str | None:
+    """What a free port is chosen by in a batch job, so that each start there has its own; None: by chance.
+
+    A rank of an earlier start that lives on behind a cut cable is not to find the next one.
+    """
+    job = next((environ[name] for name in _JOB_IDS if environ.get(name)), None)
+    return job and "/".join([job, *(environ.get(name, "") for name in _WHICH), restart])
+
+
+def lease_port(wanted: int | None, seed: str | None = None) -> PortLease:
+    """``wanted`` if it is free, or any free port: for a ``seed`` the same each time, unless it is taken.
 
     Raises EnvironmentNotReady where ``wanted`` is taken, naming the process that
     holds it where /proc shows that, or where no free port is found.
@@ -39,43 +51,11 @@ def lease_port(wanted: int | None) -> PortLease:
             if reservation is not None:
                 reservation.close()
             raise EnvironmentNotReady(
-                f"master_port {wanted} is taken{_holder_text(wanted)}; nothing was started",
+                f"master_port {wanted} is taken{agent.holder_text(wanted)}; nothing was started",
                 hint="leave master_port out, and a free port is found",
             )
         return PortLease(wanted, reservation)
     try:
-        return PortLease(*agent.find_port())
+        return PortLease(*agent.find_port(seed))
     except agent.Refusal as refusal:
         raise EnvironmentNotReady(refusal.message, hint=refusal.hint) from None
-
-
-def find_holder(port: int) -> tuple[int, str] | None:
-    """Process id and program name of who listens on TCP ``port``; None where /proc does not show it."""
-    inodes = _listening_inodes(port)
-    for entry in Path("/proc").iterdir() if inodes else ():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            for fd in (entry / "fd").iterdir():
-                if os.readlink(fd) in inodes:
-                    return int(entry.name), (entry / "comm").read_text(encoding="utf-8").strip()
-    return None
-
-
-def _holder_text(port: int) -> str:
-    holder = find_holder(port)
-    return f" by process {holder[0]} ({holder[1]})" if holder else " by another process or launch"
-
-
-def _listening_inodes(port: int) -> set[str]:
-    inodes: set[str] = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text(encoding="ascii").splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.add(f"socket:[{fields[9]}]")
-    return inodes

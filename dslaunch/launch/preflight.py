@@ -300,8 +300,8 @@ def _shm_doubts(shm: Space, num_ranks: int) -> Iterator[Doubt]:
         yield Doubt(
             "shm",
             f"/dev/shm is {gib(total)} for {ranks}: {why}",
-            f"docker run --shm-size={enough} (or --ipc=host);"
-            f" on a host: mount -o remount,size={enough} /dev/shm",
+            f"docker or podman run --shm-size={enough} (or --ipc=host);"
+            f" on a host, and so in apptainer, which has the host's: mount -o remount,size={enough} /dev/shm",
         )
     elif total is not None and free is not None and free < num_ranks * _FREE_SHM_PER_RANK:
         yield Doubt(

@@ -24,6 +24,7 @@ from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import RunDir
 from dslaunch.core.tell import tell
 from dslaunch.core.topology import Host, Topology
+from dslaunch.launch.orders import RESTART_COUNT
 from dslaunch.launch.signals import SignalInbox
 from dslaunch.launch.startup import HostsUnusable
 from dslaunch.launch.supervisor import supervise
@@ -124,7 +125,7 @@ class Restarts:
         self.plan = dataclasses.replace(
             self.plan,
             argv=self._argv(),
-            env={**self.plan.env, "DSLAUNCH_RESTART_COUNT": str(self.number)},
+            env={**self.plan.env, RESTART_COUNT: str(self.number)},
         )
         delay_s = min(_FIRST_DELAY_S * 2 ** (self.number - 1), _LONGEST_DELAY_S)
         return Restart(self.number, delay_s, left_out)

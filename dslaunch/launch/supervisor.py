@@ -19,7 +19,7 @@ from dslaunch.launch.ends import RankEnd, list_ranks
 from dslaunch.launch.link import AgentLink
 from dslaunch.launch.links import Links
 from dslaunch.launch.orders import is_elsewhere
-from dslaunch.launch.ports import lease_port
+from dslaunch.launch.ports import lease_port, port_seed
 from dslaunch.launch.ready import check_ready
 from dslaunch.launch.screen import Screen
 from dslaunch.launch.signals import FORWARD, SignalInbox, means_kill
@@ -63,7 +63,7 @@ def supervise(
     """
     environ = check_ready(plan)
     here = not is_elsewhere(plan, plan.topology.hosts[0])
-    lease = lease_port(plan.master_port) if here else None
+    lease = lease_port(plan.master_port, port_seed(environ, str(restart))) if here else None
     try:
         with SignalInbox() if signals is None else contextlib.nullcontext(signals) as inbox:
             launch = _Launch(plan, inbox, SafeEvents(events), Screen(out, err, plan.run_dir), own_worker)
@@ -102,7 +102,7 @@ class _Launch:
         watched = plan.via != "local" or plan.container is not None
         self.beat_s = plan.host_timeout_s / 6 if watched else float("inf")
         self.next_beat = time.monotonic() + self.beat_s
-        self.leftovers = 0
+        self.leftovers, self.slept = 0, ""
         self._handlers: Mapping[str, Callable[[AgentLink, dict[str, Any]], None]] = {
             "hello": self._on_hello,
             "ready": self._on_ready,
@@ -288,12 +288,13 @@ class _Launch:
         slept_s = now - self.next_beat
         if slept_s <= self.plan.host_timeout_s / 2:
             return False
-        self.next_beat = now
-        self._say(f"this launcher did not run for {slept_s:.0f} s; hosts may have taken it for gone")
+        self.next_beat, self.slept = now, f"this launcher did not run for {slept_s:.0f} s"
+        self._say(f"{self.slept}; hosts may have taken it for gone")
         return True
 
     def _lose(self, link: AgentLink, how: str) -> None:
         self._note_sleep(time.monotonic())
+        how += f"; {self.slept}" if self.slept else ""
         self.events.write("host_lost", host=link.host.name, how=how)
         if self.cause.note_lost(link.host.name, how, time.monotonic() - self.started_at):
             self._say(f"{how}; its ranks are lost")
@@ -339,8 +340,7 @@ class _Launch:
         if now >= self.next_beat:
             self._beat(now)
         if now >= self.stopping.checkpoint_deadline:
-            late = sorted({place.rank for place in self.plan.topology.ranks()} - set(self.ends))
-            self.cause.late = tuple(late)
+            late = self.cause.late = tuple(sorted({*range(self.plan.topology.world_size)} - {*self.ends}))
             self.events.write("checkpoint_late", ranks=late)
             what = "stop at the checkpoint that others stopped at" if self.own_worker else "end as others did"
             self._say(f"{list_ranks(late)} did not {what}; stopping what is left")
@@ -352,6 +352,7 @@ class _Launch:
         slept, self.next_beat = self._note_sleep(now), now + self.beat_s
         if slept:  # what they sent in the meantime has yet to be read
             return
+        self.slept = ""  # what was lost by it has shown
         # Before ranks run an agent may be busy for longer: with names, a slow file system, a firewall.
         since = now - self.plan.host_timeout_s if self.startup.has_started else float("-inf")
         for link in self.links.beat(silent_since=since):
@@ -363,8 +364,7 @@ class _Launch:
 
     def finish(self) -> Outcome:
         """The outcome, recorded and told. Raises what an agent refused."""
-        refusal = self.cause.refusal
-        if refusal is not None and self.cause.cancelled_by is None:
+        if (refusal := self.cause.refusal) is not None and self.cause.cancelled_by is None:
             self.events.write("launch_end", exit_code=refusal.exit_code, refused=refusal.message)
             raise refusal
         outcome = Outcome(

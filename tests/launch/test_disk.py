@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -84,6 +85,18 @@ def test_where_nothing_can_be_said_the_ranks_run_and_end_all_the_same(launch: La
         )  # fmt: skip
         assert launched.process.wait(60) == 7
     assert len(launched.events("launch_start")) == 2
+
+
+@pytest.mark.needs("root", "namespaces")
+def test_a_file_system_that_is_read_only_is_called_so(tmp_path: Path) -> None:
+    mount = 'mount -t tmpfs -o ro none "$1" && shift && exec "$@"'
+    launch = [sys.executable, "-m", "dslaunch", "launch", "--num-gpus-per-node", "1", "--gpu", "cpu"]
+    words = ["unshare", "--mount", "sh", "-c", mount, "sh", str(tmp_path), *launch]
+    done = subprocess.run(
+        [*words, "--run-dir", str(tmp_path / "run"), "--", "true"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 3
+    assert f"{tmp_path} is on a file system that is mounted read-only" in done.stderr
 
 
 def test_a_log_that_cannot_be_opened_starts_nothing(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import socket
 import pytest
 
 from dslaunch.core.errors import EnvironmentNotReady
-from dslaunch.launch.ports import find_holder, lease_port
+from dslaunch.launch.agent import find_holder
+from dslaunch.launch.ports import lease_port, port_seed
 from tests.launch.conftest import Launch
 from tests.launch.launching import python
 
@@ -33,6 +34,32 @@ def test_a_leased_port_is_not_given_twice() -> None:
         lease_port(lease.port)
     lease.close()
     lease_port(lease.port).close()
+
+
+def test_a_batch_job_keeps_its_port_and_another_start_of_it_has_another() -> None:
+    """It can be foretold, and ranks of two starts do not meet."""
+    job = {"SLURM_JOB_ID": "4711"}
+
+    def chosen(environ: dict[str, str], restart: str = "0") -> int:
+        lease = lease_port(None, port_seed(environ, restart))
+        lease.close()
+        return lease.port
+
+    first = chosen(job)
+    starts = (
+        job, {**job, "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "4712"}, {"PBS_JOBID": "4711.srv"},
+        {"LSB_JOBID": "4711", "LSB_JOBINDEX": "1"}, {"LSB_JOBID": "4711", "LSB_JOBINDEX": "2"},
+    )  # fmt: skip
+    assert [chosen(environ) for environ in starts].count(first) == 1
+    assert len({chosen(environ) for environ in starts} | {chosen(job, "1")}) == len(starts) + 1
+    with socket.socket() as server:  # taken: the next of the job's own
+        server.bind(("0.0.0.0", first))
+        server.listen()
+        second = chosen(job)
+    lease = lease_port(None, port_seed(job))
+    assert (lease.port, chosen(job)) == (first, second)  # a second launch within the job
+    lease.close()
+    assert port_seed({"HOME": "/root"}) is None
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1"])

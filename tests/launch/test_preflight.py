@@ -147,7 +147,8 @@ SHORT = "; free some, or set DSLAUNCH_CACHE to another file system"
             {"shm": Space(total_bytes=64 * 2**20, free_bytes=0, free_inodes=None)},
             [
                 "/dev/shm is 64 MiB for 2 ranks: NCCL and data loaders die of a bus error where it is full;"
-                " docker run --shm-size=8g (or --ipc=host); on a host: mount -o remount,size=8g /dev/shm"
+                " docker or podman run --shm-size=8g (or --ipc=host); on a host, and so in apptainer, which"
+                " has the host's: mount -o remount,size=8g /dev/shm"
             ],
         ),
         (

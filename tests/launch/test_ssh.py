@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -230,6 +231,20 @@ def test_a_launcher_that_was_put_to_sleep_says_so(bed: Testbed, over: Over) -> N
     assert code == 77
     assert err.count("dslaunch: this launcher did not run for ") == 1
     assert err.index("hosts may have taken it for gone\n") < err.index("its ranks are lost")
+    last_block = err[err.index("dslaunch: host node") :]  # the host is not to blame
+    assert re.match(r"dslaunch: host .* was lost .*; this launcher did not run for \d+ s\n", last_block)
+
+
+def test_a_port_that_is_taken_on_the_first_host(bed: Testbed, over: Over) -> None:
+    hold = "import socket, time; s = socket.create_server(('', 29876)); print(flush=True); time.sleep(60)"
+    argv = ["ssh", "node1", f'exec {sys.executable} -c "{hold}"']
+    with subprocess.Popen([*bed.hub(), *argv], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        code, _, err = over(WAIT, "--master-port", "29876").wait()
+        bed.end_programs("node1")
+    assert code == 3
+    assert re.search(r"host node1: master_port 29876 is taken by process \d+ \(python.*\); nothing", err), err
 
 
 def test_a_cable_that_is_cut(bed: Testbed, over: Over) -> None:
