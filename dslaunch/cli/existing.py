@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from dslaunch.cli.talk import note
 from dslaunch.core.errors import ConfigError
+from dslaunch.core.missing_path import not_found
 
 
 def check_model(text: str) -> None:
@@ -37,7 +39,7 @@ def check_checkpoint(path: Path) -> None:
                 f"{path.parent} has no {path.name}",
                 hint=_describe_steps(path.parent) or "it has no checkpoint",
             )
-        raise ConfigError(f"no such directory: {path}", hint=_nearest_directory(path))
+        raise not_found("directory", path, hint=_RUN_HINT, wanted=os.DirEntry.is_dir)
     if not path.is_dir():
         raise ConfigError(f"{path} is a file, not a run directory or checkpoint", hint=_RUN_HINT)
     if (
@@ -64,14 +66,3 @@ def _describe_steps(directory: Path) -> str | None:
     steps = checkpoint_steps(directory)
     shown = ", ".join(f"step-{step}" for step in steps[-8:])
     return f"it has {'..., ' if len(steps) > 8 else ''}{shown}" if steps else None
-
-
-def _nearest_directory(path: Path) -> str:
-    import difflib
-
-    parent = path.parent
-    while not parent.is_dir() and parent != parent.parent:
-        path, parent = parent, parent.parent
-    names = [entry.name for entry in parent.iterdir() if entry.is_dir()]
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean {parent / near[0]}?" if near else _RUN_HINT

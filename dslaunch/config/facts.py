@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,6 +19,7 @@ from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
 from dslaunch.core.host_lookup import check_named_once
 from dslaunch.core.host_memory import local_memory_bytes
 from dslaunch.core.hostfile import read_hostfile
+from dslaunch.core.missing_path import nearest_path
 from dslaunch.core.plan import is_image_file
 from dslaunch.core.templating import TemplateFile
 from dslaunch.core.topology import Host, is_this_machine
@@ -262,7 +263,9 @@ def look_at_path(key: str, text: str, base: Path) -> PathFact:
     if path.exists():
         return PathFact("file", str(path), fault=_data_fault(path) if _is_data_key(key) else None)
     fault = _NO_DATA if _is_data_key(key) and text.lower().endswith(OTHER_SUFFIXES) else None
-    return PathFact("missing", str(path), _names_a_place(text, path), _nearest(path, is_hub_key(key)), fault)
+    # What stands for a model or data is no other file, which may resemble it.
+    near = nearest_path(path, _may_be_model_or_data if is_hub_key(key) else None)
+    return PathFact("missing", str(path), _names_a_place(text, path), near, fault)
 
 
 def _data_fault(path: Path) -> str | None:
@@ -281,31 +284,6 @@ def _data_fault(path: Path) -> str | None:
 
 def _names_a_place(text: str, path: Path) -> bool:
     return "/" in text and path.parent.is_dir()
-
-
-def _nearest(path: Path, hub: bool) -> str | None:
-    """An existing path with a name close to ``path``'s, or with its name in a folder close to its own.
-
-    ``hub``: of what stands for a model or data alone, which other files only resemble.
-    """
-    if path.parent.is_dir():
-        near = _near_name(path.parent, path.name, lambda entry: not hub or _may_be_model_or_data(entry))
-        return str(path.parent / near) if near else None
-    folder = _near_name(path.parent.parent, path.parent.name, os.DirEntry.is_dir)
-    candidate = path.parent.parent / folder / path.name if folder else None
-    return str(candidate) if candidate is not None and candidate.exists() else None
-
-
-def _near_name(folder: Path, name: str, wanted: Callable[[os.DirEntry[str]], bool]) -> str | None:
-    import difflib
-
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if wanted(entry)]
-    except OSError:
-        return None
-    near = difflib.get_close_matches(name, names, n=1)
-    return near[0] if near else None
 
 
 def _may_be_model_or_data(entry: os.DirEntry[str]) -> bool:

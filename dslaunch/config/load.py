@@ -28,6 +28,7 @@ from dslaunch.config.spec_engine import EngineSpec
 from dslaunch.config.spec_parts import Section
 from dslaunch.config.yaml_tree import Tree, key_text, parse_yaml
 from dslaunch.core.errors import ConfigError, ConfigErrors
+from dslaunch.core.missing_path import not_found
 
 S = TypeVar("S", bound=Section)
 GRACE_TIMES = ("failure_grace_s", "checkpoint_grace_s", "host_timeout_s")
@@ -144,7 +145,7 @@ def _read(path: Path) -> str:
 
         raise explain_directory(path) from None
     except FileNotFoundError:
-        raise ConfigError(f"run file not found: {path} (in {Path.cwd()})", hint=_nearest_file(path)) from None
+        raise not_found("run file", path) from None
     except OSError as error:
         raise ConfigError(f"cannot read run file {path}: {error.strerror}") from None
     return decode(data, str(path))
@@ -160,15 +161,6 @@ def decode(data: bytes, name: str) -> str:
         line = data[: error.start].count(b"\n") + 1
         plain = ConfigError(f"{name}:{line}: not UTF-8 text", hint="save the file as UTF-8")
         raise explain_bytes(data, name) or plain from None
-
-
-def _nearest_file(path: Path) -> str | None:
-    parent = path.parent
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    names = [str(p) for p in parent.glob("*")] + [str(p) for p in parent.glob(f"*/{path.name}")]
-    near = difflib.get_close_matches(str(path), names, n=1)
-    return f"did you mean {near[0]}?" if near else None
 
 
 def _load(

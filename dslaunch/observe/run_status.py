@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,6 +19,7 @@ from dslaunch.core.errors import (
 )
 from dslaunch.core.events import parse_number, to_jsonable
 from dslaunch.core.file_lock import is_held
+from dslaunch.core.missing_path import not_found
 from dslaunch.core.run_dir import RunDir
 
 State = Literal[
@@ -245,7 +247,7 @@ def _is_time(text: Any) -> bool:
 
 def _load_plan(run_dir: RunDir) -> dict[str, Any]:
     if not run_dir.path.is_dir():
-        raise ConfigError(f"no such run directory: {run_dir.path}", hint=_nearest(run_dir.path))
+        raise not_found("run directory", run_dir.path, wanted=os.DirEntry.is_dir)
     try:
         plan = json.loads(run_dir.plan.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -267,16 +269,6 @@ def _hosts(plan: dict[str, Any], path: Path) -> dict[str, int]:
         return {str(host["name"]): len(host["slots"]) for host in hosts}
     except (AttributeError, KeyError, TypeError):
         raise ConfigError(f"{path}: launch.topology is not that of a plan") from None
-
-
-def _nearest(path: Path) -> str | None:
-    import difflib
-
-    if not path.absolute().parent.is_dir():
-        return None
-    names = [entry.name for entry in path.absolute().parent.iterdir() if entry.is_dir()]
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean {path.with_name(near[0])}?" if near else None
 
 
 def _holder(lock: Path) -> str | None:

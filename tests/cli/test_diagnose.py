@@ -58,7 +58,7 @@ def test_json(log: str, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "says"),
     [
-        (["nowhere.log"], 2, "no such file: nowhere.log"),
+        (["nowhere.log"], 2, "log not found: nowhere.log (in /"),
         (["other.log"], 2, "other.log: no line of 1 tells of loss, norm or loss scale"),
         (["train.log", "--set", "fp16.window=3"], 2, "is no setting of the loss scale"),
         (["train.log", "-o", "plot.svg"], 2, "only .png is drawn"),

@@ -75,8 +75,8 @@ def test_following_a_run_that_never_began_ends(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("status", "nowhere"), "Error: no such run directory: nowhere"),
-        (("logs", "nowhere"), "Error: no such run directory: nowhere"),
+        (("status", "nowhere"), "Error: run directory not found: nowhere (in /"),
+        (("logs", "nowhere"), "Error: run directory not found: nowhere (in /"),
         (("logs", "run", "--rank", "x"), "Error: --rank 'x': 'x' is no rank"),
         (("logs", "run", "--rank", "5-2"), "Error: --rank '5-2': '5-2' is no rank"),
         (("logs", "run", "--rank", "5"), "Error: rank 5 has no log in run/logs"),

@@ -160,7 +160,7 @@ def test_checkpoints_in_their_order(tmp_path: Path) -> None:
 
 def test_where_there_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with pytest.raises(ConfigError, match="no such run directory") as caught:
+    with pytest.raises(ConfigError, match="run directory not found: /") as caught:
         load_status(tmp_path / "runn")
     assert caught.value.hint == f"did you mean {tmp_path / 'run'}?"
     with pytest.raises(ConfigError, match="holds no run: there is no plan"):

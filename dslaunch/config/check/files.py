@@ -11,6 +11,7 @@ from dslaunch.config.check import CheckedConfig, Target, check_config, looks_lik
 from dslaunch.config.check.kinds import Kind, describe_bytes, describe_object, describe_text, find_kind
 from dslaunch.core.data_files import JSON_LINES
 from dslaunch.core.finding import Finding
+from dslaunch.core.missing_path import nearest_path
 
 if TYPE_CHECKING:
     from dslaunch.config.check.run_files import LoadModel
@@ -106,24 +107,10 @@ def missing_file(path: str, cwd: Path) -> CheckedFile:
     message = f"not found (in {cwd})"
     if Path(path).is_symlink():
         message = f"is a link to {Path(path).readlink()}, which is not there"
-    near = nearest_path(path)
+    near = nearest_path(Path(path))
     hint = f"did you mean {near}?" if near and near != path else None
     finding = Finding("not-found", "error", "", message, hint=hint)
     return CheckedFile(path, "unknown", (finding,), readable=False)
-
-
-def nearest_path(path: str) -> str | None:
-    """An existing path that differs little in its folders or its last part."""
-    import difflib
-
-    wanted = Path(path)
-    parent = wanted.parent
-    while not parent.is_dir() and parent != parent.parent:
-        parent = parent.parent
-    names = [str(found) for found in parent.glob("*")]
-    names += [str(found) for found in parent.glob(f"*/{wanted.name}")]
-    near = difflib.get_close_matches(path, names, n=1, cutoff=0.75)
-    return near[0] if near else None
 
 
 def unreadable_file(path: str, reason: str) -> CheckedFile:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dslaunch.core.errors import ConfigError
+from dslaunch.core.missing_path import not_found
 
 STDIN = "-"
 # One of these stands in every line that shapes.py can read, or in the first part of one that was wrapped.
@@ -99,7 +100,7 @@ class LogFile:
                     self.bytes_read += len(data)
                     yield data
         except FileNotFoundError:
-            raise ConfigError(f"no such file: {self.path}", hint="give a log, a run directory or -") from None
+            raise not_found("log", self.path, hint="give a log, a run directory or -") from None
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"cannot read {self.name}: {reason}") from None
