@@ -125,11 +125,12 @@ def installed_version() -> str | None:
 def read_bytes(path: str) -> bytes | CheckedFile:
     """The content of a file or of stdin (``-``); what is said about it where it cannot be read."""
     from dslaunch.config.check.files import missing_file, unreadable_file
+    from dslaunch.core.bounded import read_bounded, read_stream
 
-    if path == "-":
-        return sys.stdin.buffer.read()
     try:
-        return Path(path).read_bytes()
+        if path == "-":
+            return read_stream(sys.stdin.buffer, path)
+        return read_bounded(Path(path))
     except FileNotFoundError:
         return missing_file(path, Path.cwd())
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.spec import RunSpec
 from dslaunch.core.allocation import Allocation, probe_allocation
+from dslaunch.core.bounded import read_bounded
 from dslaunch.core.data_files import DATA_SUFFIXES, OTHER_SUFFIXES, is_data_file
 from dslaunch.core.devices import Inventory, probe_inventory
 from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
@@ -188,7 +189,7 @@ def load_template(fact: PathFact, where: str, cwd: Path) -> TemplateFile:
         hint = f"did you mean {fact.nearest}?" if fact.nearest else copy
         raise ConfigError(f"{where}deepspeed_template: {name} {what}", hint=hint)
     try:
-        return TemplateFile(name, path.read_bytes().decode("utf-8-sig"))
+        return TemplateFile(name, read_bounded(path).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{where}deepspeed_template: cannot read {name}: {reason}") from None
@@ -200,7 +201,7 @@ def _read(fact: PathFact, where: str, what: str, kind: type[ConfigError], hint: 
         hint = f"did you mean {fact.nearest}?" if fact.nearest else hint
         raise kind(f"{where}{what} {state}: {fact.absolute}", hint=hint)
     try:
-        return Path(fact.absolute).read_bytes().decode("utf-8-sig")
+        return read_bounded(Path(fact.absolute)).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise kind(f"{where}cannot read {what} {fact.absolute}: {reason}") from None

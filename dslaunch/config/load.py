@@ -27,6 +27,7 @@ from dslaunch.config.spec import CommandSpec, RunSpec
 from dslaunch.config.spec_engine import EngineSpec
 from dslaunch.config.spec_parts import Section
 from dslaunch.config.yaml_tree import Tree, key_text, parse_yaml
+from dslaunch.core.bounded import read_bounded
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.missing_path import not_found
 
@@ -139,7 +140,7 @@ def load_grace_times(overrides: Sequence[str]) -> dict[str, float]:
 
 def _read(path: Path) -> str:
     try:
-        data = path.read_bytes()
+        data = read_bounded(path)
     except IsADirectoryError:
         from dslaunch.config.not_a_run_file import explain_directory
 

@@ -15,13 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dslaunch.core.bounded import bounded
 from dslaunch.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import jinja2
+    import jinja2.sandbox
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _OURS = re.compile(r"'\w+(?:\.\w+)+ object'")  # an object of a class of ours, by its module
+_MEMORY, _CPU_S = 2**28, 3.0  # of one rendering, which takes milliseconds
+_LONGEST = 2**22  # characters: a long DeepSpeed config has 10,000
 _MARK = re.compile("\x00(.*?):(\\d+)\x00")
 
 
@@ -101,9 +105,13 @@ def _render(source: TemplateFile | str, context: Mapping[str, Any], *, marked: b
     try:
         if isinstance(source, str):
             return environment.get_template(source).render(context)
-        code = environment.compile(source.text, name, name)
-        globals_ = environment.make_globals(None)
-        return jinja2.Template.from_code(environment, code, globals_).render(context)
+        with bounded(_MEMORY, _CPU_S):
+            code = environment.compile(source.text, name, name)
+            globals_ = environment.make_globals(None)
+            text = jinja2.Template.from_code(environment, code, globals_).render(context)
+        if len(text) > _LONGEST:
+            raise MemoryError
+        return text
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"{error.name or name}:{error.lineno}: {error.message}") from None
     except jinja2.TemplateNotFound as error:
@@ -115,17 +123,37 @@ def _render(source: TemplateFile | str, context: Mapping[str, Any], *, marked: b
         raise ConfigError(f"{_place(error, name)}: {message}", hint=hint_) from None
     except jinja2.TemplateError as error:
         raise ConfigError(f"{_place(error, name)}: {error.message}") from None
+    except (MemoryError, TimeoutError) as error:
+        what = (
+            "makes too long a text" if isinstance(error, MemoryError) else f"takes more than {_CPU_S:.0f} s"
+        )
+        hint = "look for a loop or a repetition without a sensible end"
+        raise ConfigError(f"{_place(error, name)}: {what}", hint=hint) from None
     except Exception as error:  # a template may do anything to a value: divide by it, index it
         message = f"{_place(error, name)}: {type(error).__name__}: {error}"
         raise ConfigError(message) from None
 
 
+def _sandbox() -> type[jinja2.sandbox.SandboxedEnvironment]:
+    """jinja2's sandbox without powers that take for ever: no signal ends the computing of an integer."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > 4096:
+                raise OverflowError(f"{left} ** {right} is too large")
+            return super().call_binop(context, operator, left, right)
+
+    return Sandbox
+
+
 @functools.cache  # with the templates that it has compiled
 def _environment(root: Path, marked: bool) -> jinja2.Environment:
     import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = _sandbox()(
         loader=jinja2.FileSystemLoader(root),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # JSON, not HTML; the json filter quotes

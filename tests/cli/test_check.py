@@ -211,6 +211,13 @@ def test_a_directory_among_files(capsys: Capture) -> None:
     assert [[f["code"] for f in file["findings"]] for file in report["files"]] == [["not-read"], []]
 
 
+def test_what_has_no_end_is_not_read(capsys: Capture) -> None:
+    assert [main([command, "/dev/zero"]) for command in ("check", "plan", "gen-config")] == [2, 2, 2]
+    said = "".join(capsys.readouterr())
+    assert said.count("cannot read run file /dev/zero: it has more than 16 MiB") == 2
+    assert said.count("/dev/zero: error: cannot be read: it has more than 16 MiB") == 1
+
+
 def test_fix_with_diff_exits_by_what_would_remain(capsys: Capture) -> None:
     write(
         "old.json", {k: v for k, v in GOOD.items() if k != "gradient_clipping"} | {"gradient_clipp1ng": 0.5}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,3 +136,27 @@ def test_a_template_that_looks_at_its_own_text_is_named_without_line() -> None:
     text = "{% set a %}x{% endset %}{% if a == 'x' %}same{% endif %}"
     rendered = render_template(TemplateFile("my.j2", text), CONTEXT)
     assert (rendered.text, rendered.place(0)) == ("same", "my.j2")
+
+
+TOO_LONG, TOO_SLOW = "makes too long a text", "takes more than 1 s"
+NESTED = "{% for i in range(100000) %}{% for j in range(100000) %}BODY{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('1\n{{ "a" * 9999999999 }}', f"my.j2:2: {TOO_LONG}"),
+        ("1\n{{ [scale] * 9999999999 }}", f"my.j2:2: {TOO_LONG}"),
+        ('{{ "{:>9999999999}".format(scale) }}', f"my.j2:1: {TOO_LONG}"),
+        ('{{ "a" * 9999999 }}', f"my.j2: {TOO_LONG}"),
+        (NESTED.replace("BODY", ""), f"my.j2:1: {TOO_SLOW}"),
+        ("{{ 9 ** (9 ** 9) }}", "my.j2:1: OverflowError: 9 ** 387420489 is too large"),
+    ],
+)
+def test_a_template_without_end_is_an_error(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templating, "_CPU_S", 1.0)
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    assert str(wrong(text)) == message
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
+    assert render_template(TemplateFile("my.j2", "{{ 2 ** 10 }}{{ scale ** 2 }}"), CONTEXT).text == "10249"

@@ -13,6 +13,11 @@ from dslaunch.config.schema import Key, find_key, section_keys
 from dslaunch.core.finding import Edit, KeyPath
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
+_UNSAVED = {
+    "raw": "save_16bit_model and save_model write no weights",
+    "hf-trainer": "save_model writes DeepSpeed's checkpoint in place of the weights",
+    "accelerate": "get_state_dict and save_model stop, after the training",
+}
 _NVME_KEYS = (
     "nvme_path",
     "buffer_count",
@@ -187,7 +192,7 @@ def _check_requirements(checker: Checker) -> None:
 
 
 def _check_saving(checker: Checker) -> None:
-    if checker.stage != 3 or checker.target.reader == "accelerate":
+    if checker.stage != 3:
         return
     old = "stage3_gather_fp16_weights_on_model_save"
     if checker.value(PARENT, _GATHER) is not True and not checker.on(PARENT, old):
@@ -198,7 +203,7 @@ def _check_saving(checker: Checker) -> None:
             "saves-nothing",
             "warning",
             (PARENT, _GATHER) if written else (PARENT, "stage"),
-            f"stage 3 without {_GATHER}: save_16bit_model and save_model write no weights",
+            f"stage 3 without {_GATHER}: {_UNSAVED[checker.target.reader]}",
             f"set {_GATHER} to true",
             fix=f"write {_GATHER}: true",
             edits=(Edit("set", (PARENT, _GATHER), True),),

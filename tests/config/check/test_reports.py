@@ -209,7 +209,10 @@ class TestFieldReports:
 
     def test_29_a_model_that_is_saved_empty(self) -> None:
         off = {"stage3_gather_16bit_weights_on_model_save": False}
-        assert the("saves-nothing", zero(3, **off)).severity == "warning"
+        for reader, what in [("raw", "no weights"), ("hf-trainer", "checkpoint"), ("accelerate", "stop")]:
+            for config in (zero(3, **off), zero(3)):
+                finding = the("saves-nothing", config, reader=reader)
+                assert finding.severity == "warning" and what in finding.message
 
 
 def wrong(text: str, **target: Any) -> list[Finding]:
