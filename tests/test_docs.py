@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +24,16 @@ PAGES = sorted(
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md", "hostfiles/*.md")
     for path in REPO_ROOT.glob(pattern)
 )
-# Above a block that takes too long for a test: `<!-- not run by the tests: WHY -->`.
-_NOT_RUN = re.compile(r"<!-- not run by the tests: (?P<why>\S.*?) -->\s*$")
+# Above a block that cannot be run here: `<!-- not run by the tests: WHY -->`; where another test does that,
+# `<!-- run by tests/... -->`.
+_NOT_RUN = re.compile(r"<!-- (?P<why>not run by the tests: \S.*?|run by tests/\S+) -->\s*$")
+_RUN_BY = re.compile(r"run by (tests/\S+)")
 _FENCE = re.compile(r"^```(?P<language>\S*)\s*$")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page. ``not_run``: the reason that stands above it, if any."""
+    """A fenced block of a page. ``not_run``: what stands above one that is not run here."""
 
     page: str
     line: int
@@ -62,34 +65,67 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-README_BLOCKS = [block for block in blocks("README.md") if block.language == "bash"]
+BASH_BLOCKS = [block for page in PAGES for block in blocks(page) if block.language == "bash"]
+# What the pages call by these names and a reader has: configs and a model.
+DS_CONFIG = """{
+  "train_batch_size": 64,
+  "train_micro_batch_size_per_gpu": 4,
+  "bf16": {"enabled": true},
+  "zero_optimization": {"stage": 2},
+  "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}
+}
+"""
+OF_A_READER = {
+    "ds_config.json": DS_CONFIG,
+    "other.json": DS_CONFIG.replace("\n", ""),
+    "configs/one.json": DS_CONFIG,
+    "path/to/model/config.json": (
+        '{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,'
+        ' "num_hidden_layers": 2, "num_attention_heads": 4}'
+    ),
+}
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the README's commands run, one after the other: a folder with examples/ and hostfiles/ in it."""
-    folder = tmp_path_factory.mktemp("readme")
-    for name in ("examples", "hostfiles"):
-        shutil.copytree(REPO_ROOT / name, folder / name)
-    return folder
+def workplaces(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where a page's commands run, one after the other: a folder with examples/ and hostfiles/ in it."""
+
+    @functools.cache
+    def make(page: str) -> Path:
+        folder = tmp_path_factory.mktemp(Path(page).stem)
+        for name in ("examples", "hostfiles"):
+            shutil.copytree(REPO_ROOT / name, folder / name)
+        for name, text in OF_A_READER.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        return folder
+
+    return make
 
 
 @pytest.mark.parametrize(
-    "block", [b for b in README_BLOCKS if b.not_run is None], ids=lambda block: f"line{block.line}"
+    "block", [b for b in BASH_BLOCKS if b.not_run is None], ids=lambda block: f"{block.page}:{block.line}"
 )
-def test_readme_commands_run(block: Block, workplace: Path) -> None:
+def test_documented_commands_run(block: Block, workplaces: Callable[[str], Path]) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text],
-        cwd=workplace,
+        cwd=workplaces(block.page),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, f"README.md:{block.line}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{block.page}:{block.line}\n{done.stdout}\n{done.stderr}"
     shown = output_after(block)
     if shown is not None:
-        assert done.stdout.rstrip() == shown.rstrip(), f"README.md:{block.line} shows other output"
+        assert done.stdout.rstrip() == shown.rstrip(), f"{block.page}:{block.line} shows other output"
+
+
+def test_what_another_test_runs_is_named_there() -> None:
+    found = [(block.page, match[1]) for block in BASH_BLOCKS if (match := _RUN_BY.match(block.not_run or ""))]
+    assert {page for page, _ in found} >= {"docs/upstream.md", "docs/launching.md"}
+    for page, test in found:
+        assert page in read(test), f"{test} does not name {page}"
 
 
 def output_after(block: Block) -> str | None:
@@ -102,7 +138,7 @@ def output_after(block: Block) -> str | None:
 
 
 def test_some_readme_commands_run() -> None:
-    run = [block for block in README_BLOCKS if block.not_run is None]
+    run = [block for block in BASH_BLOCKS if block.page == "README.md" and block.not_run is None]
     assert len(run) >= 4
     assert any(output_after(block) for block in run)
 

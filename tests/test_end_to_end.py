@@ -144,7 +144,7 @@ def lora(ops_dir: Path, root: Path) -> Story:
 
 @pytest.fixture(scope="module")
 def full(ops_dir: Path, root: Path) -> Story:
-    """Its launch is the first run of a comparison: the very same start."""
+    """Its launch is the first run of a comparison (docs/amp.md): the very same start."""
     said = _dslaunch(root, {"launch": ["compare", "full.yaml", "--run-dir", "full"]})
     said |= _dslaunch(
         root,
