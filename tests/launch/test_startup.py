@@ -64,14 +64,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervise:
     ["echo Connection refused >&2; sleep 2; exit 255", "sleep 60; exit 1", "setsid sleep 60; exit 1"],
 )
 def test_a_cancel_starts_no_agent_again(start: Supervise, before: str) -> None:
-    begin = time.monotonic()
     # By the agent's own script: however slow this machine is, the launch is then there to be cancelled.
     cancel = f"{{ sleep 0.5; kill -INT {os.getpid()}; }} &"
     code, said = start(2, {"node2.invalid": f"{cancel}\n{before}"})
     assert code == 130
     assert "no rank was started" in said
     assert "trying again" not in said
-    assert time.monotonic() - begin < 20  # and not until an agent that nobody told to stop is given up
+    assert "does not answer" not in said  # as of an agent that nobody told to stop
 
 
 def test_a_host_that_says_nothing_is_named(start: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,16 +224,23 @@ def test_so_many_hosts_are_not_for_a_process_each(
     assert (f"{words} use srun or MPI by themselves" in text) == said
 
 
-def test_what_does_not_end_is_waited_for_together() -> None:
-    """An ssh whose channel something holds open."""
+def test_what_does_not_end_is_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ssh whose channel something holds open. Together they have the second that each one has."""
+    given: list[float] = []
+    close = AgentLink.close
+
+    def note(link: AgentLink, timeout_s: float) -> None:
+        given.append(timeout_s)
+        close(link, timeout_s)
+
+    monkeypatch.setattr(AgentLink, "close", note)
     with SignalInbox() as inbox:
         links = Links(inbox.fd, inbox.drain)
         for number in range(12):
             host = Host(name=f"node{number}", slots=("0",))
             links.add(AgentLink(host, Command(argv=("sleep", "60")), is_local=False), lambda _: True)
-        begin = time.monotonic()
         links.close(lambda _: 1.0)
-    assert time.monotonic() - begin < 10  # one after the other took 12
+    assert len(given) == 12 and sum(max(0.0, timeout_s) for timeout_s in given) <= 1.0
     assert all(link.process.returncode == -signal.SIGKILL for link in links)
 
 
