@@ -17,7 +17,8 @@ def test_a_normal_start_and_a_saw_tooth(tmp_path: Path) -> None:
     found = read(tmp_path, made.lines)
     assert names(found) == ["warm_up_descent", "saw_tooth"]
     assert not found.is_wrong
-    start = found.verdicts[0]
+    start, saw_tooth = found.verdicts
+    assert "at 3 places and up to 1 in a row" in saw_tooth.title
     assert [place.step for place in start.evidence] == [1, 3]
     lines = "\n".join(made.lines).split("\n")
     for place in start.evidence:
@@ -61,6 +62,9 @@ def test_skipping_in_bf16(tmp_path: Path) -> None:
     found = read(tmp_path, [*good, *[skip] * 6])
     assert names(found) == ["persistent_skipping"] and found.is_wrong
     assert "from line 21" in found.verdicts[0].title
+    for count, severity in ((4, "warning"), (5, "error")):
+        found = read(tmp_path, [*good, *[skip] * count])
+        assert [(v.name, v.severity) for v in found.verdicts] == [("persistent_skipping", severity)]
     found = read(tmp_path, [*good, skip, *good])
     assert [(v.name, v.severity) for v in found.verdicts] == [("persistent_skipping", "warning")]
 
@@ -70,6 +74,15 @@ def test_skipping_now_and_then_but_too_often(tmp_path: Path) -> None:
     found = read(tmp_path, zero_log(set(range(4, 100, 4)), 100, power=32, window=1000).lines)
     assert names(found) == ["persistent_skipping"] and found.is_wrong
     assert "of 99 steps" in found.verdicts[0].title
+    early = zero_log(set(range(4, 48, 4)), 48, power=32, window=1000)
+    assert names(read(tmp_path, early.lines)) == ["warm_up_descent", "saw_tooth"]  # so few have no rate
+
+
+def test_as_often_behind_a_doubling_is_a_saw_tooth(tmp_path: Path) -> None:
+    """A window of 10: 8 % of the steps, each at the scale that has just doubled."""
+    made = zero_log(set(range(12, 100, 12)), 100, window=10)
+    assert made.growths == [step - 1 for step in range(12, 100, 12)]
+    assert names(read(tmp_path, made.lines)) == ["saw_tooth"]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -122,6 +135,9 @@ def test_a_loss_that_grows(tmp_path: Path) -> None:
     losses = [3 - i / 40 for i in range(40)] + [2 + i / 10 for i in range(40)]
     found = read(tmp_path, [hf(loss, 1 + i / 7) for i, loss in enumerate(losses)])
     assert names(found) == ["diverging"] and found.is_wrong
+    for top, verdicts in ((27, []), (33, ["diverging"])):  # from 20: half of it is much
+        losses = [30 - i / 4 for i in range(40)] + [20 + (top - 20) * i / 40 for i in range(40)] + [top] * 8
+        assert names(read(tmp_path, [hf(loss, 1 + i / 7) for i, loss in enumerate(losses)])) == verdicts
 
 
 def test_nothing_wrong(tmp_path: Path) -> None:
