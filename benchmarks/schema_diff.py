@@ -216,7 +216,9 @@ def differences() -> list[str]:
     for path in removed:
         found.setdefault(path, Found(NO_DEFAULT))
     lines = [f"{path}: not in the table" for path in found if path not in table]
-    lines += [f"{path}: in the table alone" for path in table if path not in found | NOT_ASKED]
+    gone = {path for path, row in table.items() if row.removed and row.type != "removed"}
+    unknown = [path for path in table if path not in found | NOT_ASKED and path not in gone]
+    lines += [f"{path}: in the table alone" for path in unknown]
     for path, row in table.items():
         if (row.type == "removed") != (path in removed):
             lines.append(

@@ -55,9 +55,10 @@ def _check_section(checker: Checker, path: KeyPath, block: dict[str, Any], kind:
 
 def _check_known(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
     version = checker.target.version
-    if key.removed:
-        if known_at(version, key.removed) is not False:
-            _report_removed(checker, path, key)
+    if key.removed and known_at(version, key.removed) is not False:
+        _report_removed(checker, path, key)
+        return
+    if key.type == "removed":
         return
     if key.since and known_at(version, key.since) is False:
         checker.report(
@@ -94,11 +95,26 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 def _report_removed(checker: Checker, path: KeyPath, key: Key) -> None:
     instead = f"use {key.replaced_by}" if key.replaced_by else "remove it"
+    new = tuple(key.replaced_by.split("."))
+    if key.type != "removed" and not checker.has(*new):
+        checker.report(
+            "removed-key",
+            "error",
+            path,
+            f"DeepSpeed ignores it without a word: it is {key.replaced_by} now",
+            instead,
+            fix=f"rename to {key.replaced_by}",
+            edits=(Edit("rename", path, new),),
+        )
+        return
+    refuses = "which refuses a config that still has it"
+    if key.type != "removed":
+        refuses = f"which ignores it beside {key.replaced_by}"
     checker.report_to_remove(
         "removed-key",
         "error",
         path,
-        f"was removed from DeepSpeed, which refuses a config that still has it ({key.effect.rstrip('.')})",
+        f"was removed from DeepSpeed, {refuses} ({key.effect.rstrip('.')})",
         instead,
         fix=f"remove {key.path}",
     )

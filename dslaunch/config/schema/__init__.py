@@ -49,7 +49,8 @@ class Key:
 
     @property
     def deprecated(self) -> bool:
-        return bool(self.replaced_by) and self.type != "removed"
+        """Still read, but under a new name."""
+        return bool(self.replaced_by) and not self.removed
 
 
 @functools.cache
@@ -110,7 +111,7 @@ def nearest_keys(text: str, *, count: int = 3) -> list[str]:
 
 def top_level_keys() -> frozenset[str]:
     """The top-level keys that DeepSpeed reads. It ignores any other without a word."""
-    return frozenset(name for name, key in section_keys("").items() if key.type != "removed")
+    return frozenset(name for name, key in section_keys("").items() if not key.removed)
 
 
 def _parse_row(line: str) -> Key:

@@ -129,7 +129,8 @@ def _facts(key: Key) -> Iterator[tuple[str, str]]:
 
 def _versions(key: Key) -> str:
     if key.removed:
-        return f"refused by {key.removed}; {VERSIONS[VERSIONS.index(key.removed) - 1]} still had it"
+        ends = "refused" if key.type == "removed" else "ignored"
+        return f"{ends} by {key.removed}; {VERSIONS[VERSIONS.index(key.removed) - 1]} still had it"
     if key.since:
         before = VERSIONS[VERSIONS.index(key.since) - 1]
         return f"in {key.since}, not yet in {before}; described as of {VERSION}"
