@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dslaunch.core.errors import EnvironmentNotReady
 from dslaunch.launch.ends import LostHost, RankEnd
@@ -50,6 +50,8 @@ class Cause:
         first = self.first_failure
         follows = first is not None and first.host != host and seconds - first.seconds < SAME_EVENT_S
         if self.is_known and not follows:
+            if self.lost is not None:  # one switch, or this launcher asleep: it was not that host alone
+                self.lost = replace(self.lost, others=(*self.lost.others, host))
             return False
         self.lost, self.first_failure = LostHost(host=host, how=how, seconds=seconds), None
         return True

@@ -44,13 +44,13 @@ def check_run_dir(path: Path, *, resume: bool) -> None:
             f"the run directory {path} is a file; nothing was started", hint="give another --run-dir"
         )
     check_writable(path)
+    if resume and not RunDir(path).plan.exists():
+        raise ConfigError(
+            f"{path} holds no run to resume: there is no plan.json in it",
+            hint="give the --run-dir of the run to go on with, or leave --resume out",
+        )
+    check_unused(path)
     if resume:
-        if not RunDir(path).plan.exists():
-            raise ConfigError(
-                f"{path} holds no run to resume: there is no plan.json in it",
-                hint="give the --run-dir of the run to go on with, or leave --resume out",
-            )
-        check_unused(path)
         return
     obstacle = find_obstacle(path)
     if obstacle is not None:

@@ -68,6 +68,7 @@ class LostHost:
     host: str
     how: str
     seconds: float  # from the start of the launch, by the supervisor's clock
+    others: tuple[str, ...] = ()  # hosts that were lost after it
 
 
 def list_ranks(ranks: Sequence[int]) -> str:

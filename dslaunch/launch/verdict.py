@@ -39,6 +39,7 @@ _CODE_HINTS = {
     EXIT_STOPPED_AT_CHECKPOINT: "stopped at a checkpoint; go on with --resume",
     EXIT_DIVERGED: "training diverged",
 }
+_HOSTS_SHOWN = 8
 _TAIL_SHOWN = 12
 
 
@@ -201,6 +202,10 @@ def render_lost(outcome: Outcome, lost: LostHost, run_dir: RunDir) -> str:
     """The same when a host was lost: which, how that was seen, its ranks, and what followed."""
     lines = [f"dslaunch: host {lost.host} was lost {lost.seconds:.1f} s after the start: {lost.how}"]
     lines += _steps(outcome)
+    if lost.others:
+        more = len(lost.others) - _HOSTS_SHOWN
+        shown = ", ".join(lost.others[:_HOSTS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        lines.append(f"  also lost    {shown}")
     if silent := outcome.silent:
         lines.append(f"  ranks        {list_ranks(silent)}: how they ended is not known")
         there = f"{lost.host}:" if lost.host in outcome.unshared_hosts else ""

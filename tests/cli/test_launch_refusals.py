@@ -106,8 +106,9 @@ def test_a_dry_run_refuses_what_the_launch_does(tmp_path: Path, run_file: Path, 
 def test_a_dry_run_sees_a_run_that_is_going_on(tmp_path: Path) -> None:
     record(tmp_path / "r", "true")
     with hold_run_dir(tmp_path / "r"):
-        done = dslaunch("--run-dir", "r", "--resume", "--dry-run", cwd=tmp_path)
-    assert f"is still going on (process {os.getpid()} on " in error_of(done)
+        for more in (("--resume",), ("--num-gpus-per-node", "1", "--gpu", "cpu", "--", "true")):
+            done = dslaunch("--run-dir", "r", "--dry-run", *more, cwd=tmp_path)
+            assert f"is still going on (process {os.getpid()} on " in error_of(done)
     assert dslaunch("--run-dir", "r", "--resume", "--dry-run", cwd=tmp_path).returncode == 0
 
 

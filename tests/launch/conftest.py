@@ -1,4 +1,4 @@
-"""The `launch` fixture: start launches in a temporary directory; all of them are gone afterwards."""
+"""`launch` starts launches in a temporary directory, all gone afterwards; `bed`: three real ssh hosts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 from tests.launch.launching import Launched
+from tests.testbed.hosts import Testbed
 
 Launch = Callable[..., Launched]
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
+    """Of each module its own; where another number is needed, the module has a fixture of this name."""
+    with Testbed(3, tmp_path_factory.mktemp("testbed")) as hosts:
+        yield hosts
 
 
 @pytest.fixture

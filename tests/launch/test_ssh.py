@@ -46,12 +46,6 @@ UNSEEN = (
 Over = Callable[..., Launched]
 
 
-@pytest.fixture(scope="module")
-def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
-    with Testbed(3, tmp_path_factory.mktemp("testbed")) as hosts:
-        yield hosts
-
-
 @pytest.fixture
 def over(bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Over]:
     """``over(code, *options)`` runs Python code once on each host, started on the control host."""
@@ -233,6 +227,7 @@ def test_a_launcher_that_was_put_to_sleep_says_so(bed: Testbed, over: Over) -> N
     assert err.index("hosts may have taken it for gone\n") < err.index("its ranks are lost")
     last_block = err[err.index("dslaunch: host node") :]  # the host is not to blame
     assert re.match(r"dslaunch: host .* was lost .*; this launcher did not run for \d+ s\n", last_block)
+    assert re.search(r"\n  also lost    node\d, node\d\n", last_block)
 
 
 def test_a_port_that_is_taken_on_the_first_host(bed: Testbed, over: Over) -> None:

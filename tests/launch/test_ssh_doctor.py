@@ -20,12 +20,6 @@ pytestmark = pytest.mark.needs("root", "sshd", "namespaces")
 Doctor = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module")
-def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
-    with Testbed(3, tmp_path_factory.mktemp("testbed")) as hosts:
-        yield hosts
-
-
 @pytest.fixture
 def doctor(bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doctor]:
     """``doctor(*options)`` on the control host, about CPU ranks; leaves nothing anywhere."""

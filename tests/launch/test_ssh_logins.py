@@ -38,12 +38,6 @@ NOISE = "echo welcome; echo '{\"event\": 1}'; echo careful >/dev/stderr; printf 
 Over = Callable[..., Launched]
 
 
-@pytest.fixture(scope="module")
-def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
-    with Testbed(3, tmp_path_factory.mktemp("testbed")) as hosts:
-        yield hosts
-
-
 @pytest.fixture
 def over(bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Over]:
     """``over(hosts, code, *words)`` runs Python code on the hosts of a hostfile's text."""

@@ -45,13 +45,15 @@ def test_exit_code_as_a_shell_gives_it() -> None:
 
 
 def test_the_last_block_of_a_lost_host() -> None:
-    lost = LostHost(host="n2", how="no sign of life from n2 for 30 s", seconds=61.25)
+    others = tuple(f"n{number}" for number in range(3, 13))
+    lost = LostHost(host="n2", how="no sign of life from n2 for 30 s", seconds=61.25, others=others)
     outcome = Outcome(
         ends=(end(0, -15, asked=True),), lost=lost, num_ranks=3, own_worker=True, unshared_hosts=("n2",)
     )
     assert render_end(outcome, RunDir(Path("/r")), shown=None) == (
         "dslaunch: host n2 was lost 61.2 s after the start: no sign of life from n2 for 30 s\n"
         "  steps        none was logged\n"
+        "  also lost    n3, n4, n5, n6, n7, n8, n9, n10 and 2 more\n"
         "  ranks        ranks 1-2: how they ended is not known\n"
         "  log          n2:/r/logs/rank-1.log\n"
         "  others       rank 0 stopped by dslaunch (signal 15)\n"
