@@ -150,6 +150,14 @@ def match_lines(matches: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 def dtypes_of(plan: RunPlan) -> dict[str, str]:
     """The type of everything that has one in the training of dslaunch's own worker."""
+    found = _dtypes_of_weights(plan)
+    keeps_some = plan.fp32_modules and plan.precision != "fp32"
+    parts = "as fp32_modules says" if keeps_some else found["model"]
+    model = found.pop("model")
+    return {"model": model, "norms": parts, "head": parts, "rotary_tables": "fp32", "loss": "fp32", **found}
+
+
+def _dtypes_of_weights(plan: RunPlan) -> dict[str, str]:
     from dslaunch.config.precision import dtypes, dtypes_without_deepspeed
 
     quantization = plan.model.quantization_config
@@ -167,10 +175,12 @@ def dtypes_of(plan: RunPlan) -> dict[str, str]:
 
 def dtype_lines(found: dict[str, str]) -> list[str]:
     """The same as lines of the plan."""
-    return [f"{'dtypes.' + name:<40} {dtype:<24}  {_why(dtype)}" for name, dtype in found.items()]
+    return [f"{'dtypes.' + name:<40} {dtype:<24}  {_why(name, dtype)}" for name, dtype in found.items()]
 
 
-def _why(dtype: str) -> str:
+def _why(name: str, dtype: str) -> str:
+    if name in ("rotary_tables", "loss", "master_weights"):
+        return "in every precision"
     return "packed as bytes" if dtype in ("uint8", "int8") else "follows from precision"
 
 

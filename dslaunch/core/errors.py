@@ -38,6 +38,11 @@ class DslaunchError(Exception):
         self.message = message
         self.hint = hint
 
+    @property
+    def __notes__(self) -> list[str]:
+        """Below the traceback of a script that does not catch it, Python (from 3.11) prints the hint."""
+        return [f"hint: {self.hint}"] if self.hint else []
+
     def format(self) -> str:
         """The text for stderr: ``Error: ...`` and, where there is one, ``hint: ...``."""
         text = f"Error: {self.message}"

@@ -97,7 +97,7 @@ def test_json_holds_the_plan_itself(capsys: pytest.CaptureFixture[str]) -> None:
         "gradient_accumulation_steps": 1,
     }
     assert report["dtypes"] == {
-        "model": "fp32",
+        **dict.fromkeys(("model", "norms", "head", "rotary_tables", "loss"), "fp32"),
         "master_weights": "fp32",
         "gradient_accumulation": "fp32",
         "communication": "fp32",
@@ -153,6 +153,10 @@ def test_bf16_at_stage_0_is_summed_as_our_worker_does(capsys: pytest.CaptureFixt
     lines = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines() if line}
     assert lines["dtypes.adapter"] == lines["dtypes.communication"] == "bf16"
     assert lines["dtypes.gradient_accumulation"] == "fp32"
+    assert lines["dtypes.norms"] == lines["dtypes.head"] == "bf16"
+    assert main(["plan", "run.yaml", *flags, "--set", "fp32_modules=[lm_head]", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["dtypes"]
+    assert found["norms"] == found["head"] == "as fp32_modules says"
 
 
 @pytest.mark.parametrize("written", ["a100", None])

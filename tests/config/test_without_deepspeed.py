@@ -113,7 +113,7 @@ def test_dtypes_are_fp32_but_for_what_autocast_computes_in() -> None:
     plan = plan_of(TORCH, "precision=bf16", **V100)
     assert dtypes_of(plan) == {
         "model": "fp32", "autocast": "bf16", "master_weights": "fp32", "gradient_accumulation": "fp32",
-        "communication": "fp32",
+        "communication": "fp32", "norms": "fp32", "head": "fp32", "rotary_tables": "fp32", "loss": "fp32",
     }  # fmt: skip
     adapted = dtypes_of(plan_of(TORCH, "precision=bf16", "adapter.type=lora", **V100))
     assert (adapted["model"], adapted["adapter"]) == ("bf16", "fp32")

@@ -21,6 +21,14 @@ ELEMENTWISE_OPTIMIZERS = frozenset({
     "rmsprop", "rprop", "sgd", "zenflowcpuadam",
 })  # fmt: skip
 
+# Of these, those that ZeRO takes without a word (zero/utils.py, ZERO_SUPPORTED_OPTIMIZERS), as a class's name
+# or as ``optimizer.type``. DeepSpeed's own Lion is among them, a Lion of someone else's is not.
+_TESTED_WITH_ZERO = frozenset({
+    "adagrad", "adam", "adamw", "deepspeedcpuadagrad", "deepspeedcpuadam", "deepspeedcpulion", "fusedadam",
+    "fusedlion", "zenflowcpuadam",
+})  # fmt: skip
+_VOUCH = "zero_allow_untested_optimizer"
+
 
 def load_ds_config(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """The config as a dict of its own: a deep copy of a mapping, or a JSON file.
@@ -127,17 +135,17 @@ def run_16bit_stage_0_as_stage_1(
     name = optimizer_name or optimizer_type(config)
     if precision == "fp32" or zero_stage_of(config) != 0 or name is None:
         return config, None
-    vouched = config.get("zero_allow_untested_optimizer") is True
+    vouched = config.get(_VOUCH) is True
     if name.lower() not in ELEMENTWISE_OPTIMIZERS and not vouched:
         raise ConfigError(
             f"{name} with {precision} at zero_optimization.stage 0: DeepSpeed's {precision} stage 0 is wrong "
             f"and runs as stage 1 here, which flattens the parameters that {name} may need whole",
             hint="use fp32 at stage 0 or an elementwise optimizer (AdamW, SGD, Lion, ...), or set "
-            "zero_allow_untested_optimizer: true if yours treats each element by itself",
+            f"{_VOUCH}: true if yours treats each element by itself",
         )
     changed = copy.deepcopy(config)
     changed["zero_optimization"] = {**(config.get("zero_optimization") or {}), "stage": 1}
-    changed["zero_allow_untested_optimizer"] = True
+    changed[_VOUCH] = True
     if precision == "bf16" and config.get("gradient_accumulation_steps") != 1:
         # Sums of bf16 gradients in bf16 lose the small ones; stage 1 can add them up in fp32.
         changed["data_types"] = {"grad_accum_dtype": "fp32", **(config.get("data_types") or {})}
@@ -146,6 +154,48 @@ def run_16bit_stage_0_as_stage_1(
         "of DeepSpeed's 16-bit stage 0 (docs/upstream.md, F1 F3 F4)"
     )
     return changed, note
+
+
+def vouch_for_elementwise(
+    config: dict[str, Any], optimizer_name: str | None, *, is_client: bool
+) -> tuple[dict[str, Any], str | None]:
+    """ZeRO asks for a flag with optimizers not tested with it; an elementwise one gets it, and a note.
+
+    ``optimizer_name``: its class or ``optimizer.type``; None where it cannot be known or there is none.
+    Raises ConfigError for one that may need whole tensors, which ZeRO flattens.
+    """
+    stage, name = zero_stage_of(config), (optimizer_name or "").lower()
+    tested = name in _TESTED_WITH_ZERO or (name == "lion" and not is_client)
+    if stage == 0 or not name.isidentifier() or tested or _VOUCH in config:
+        return config, None
+    if name not in ELEMENTWISE_OPTIMIZERS:
+        raise ConfigError(
+            f"{optimizer_name} at zero_optimization.stage {stage}: ZeRO gives it flat shards, and it may "
+            "need whole tensors",
+            hint="use an elementwise optimizer (AdamW, SGD, Lion, ...), or fp32 at stage 0, or set "
+            f"{_VOUCH}: true if yours treats each element by itself",
+        )
+    note = (
+        f"{_VOUCH} is set: {optimizer_name} treats each element by itself, so ZeRO's shards do not change it"
+    )
+    return {**config, _VOUCH: True}, note
+
+
+def let_own_optimizer_be_offloaded(
+    config: dict[str, Any], optimizer_name: str
+) -> tuple[dict[str, Any], str | None]:
+    """Offload to the CPU wants DeepSpeed's CPUAdam, or a flag that is given here to a client optimizer."""
+    block = config.get("zero_optimization")
+    offload = block.get("offload_optimizer") if isinstance(block, Mapping) else None
+    device = offload.get("device") if isinstance(offload, Mapping) else None
+    key, has_its_own = "zero_force_ds_cpu_optimizer", optimizer_name.startswith("DeepSpeedCPU")
+    if device != "cpu" or key in config or has_its_own:
+        return config, None
+    note = (
+        f"offload_optimizer cpu with an optimizer of your own: {key} is set to false; {optimizer_name} takes "
+        "its steps on the CPU as torch has them, slower than DeepSpeed's, which the config's optimizer gives"
+    )
+    return {**config, key: False}, note
 
 
 def write_clipping(config: dict[str, Any], optimizer_name: str | None) -> tuple[dict[str, Any], str | None]:

@@ -12,7 +12,7 @@ import torch
 
 from dslaunch.core.errors import ConfigError, one_line
 from dslaunch.core.plan import WatchPlan
-from dslaunch.train.dist import hold_deepspeeds_prints, init_world
+from dslaunch.train.dist import barrier, hold_deepspeeds_prints, init_world
 from dslaunch.train.engine import cures, ds_config
 from dslaunch.train.engine.gradient_witness import LocalGradients
 from dslaunch.train.engine.muon import place_muon
@@ -68,7 +68,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, through DeepSpeed's hooks."""
         if self._recorder is not None:
-            self._recorder.see_call(self, args, kwargs)
+            return self._recorder.forward(self, args, kwargs)
         return self.deepspeed(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -81,10 +81,8 @@ class Engine:
         loss = loss.float()
         share = 1.0 / (self.gradient_accumulation_steps * self.world_size)
         self._window.add(loss.detach() * share, num_tokens=None)
-        if self._recorder is not None:
-            self._recorder.see_backward(self, None)
         self.deepspeed.backward(loss)
-        self._window.add_gradients(self._gradients.take())
+        self._end_backward(None)
 
     def backward_token_sum(self, loss_sum: torch.Tensor, *, num_tokens: int) -> None:
         """Backward of a sum over tokens so that the window's gradient is the global token mean.
@@ -101,10 +99,8 @@ class Engine:
         check_num_tokens(self.global_step, num_tokens)
         loss_sum = loss_sum.float()
         self._window.add(loss_sum.detach() / num_tokens, num_tokens=num_tokens)
-        if self._recorder is not None:
-            self._recorder.see_backward(self, num_tokens)
         self.deepspeed.backward(loss_sum * (self.world_size / num_tokens), scale_wrt_gas=False)
-        self._window.add_gradients(self._gradients.take())
+        self._end_backward(num_tokens)
 
     def step(self, *, flag: bool = False) -> StepResult | None:
         """End a micro-batch; at the end of the window, update the weights. Every rank must call it.
@@ -156,6 +152,11 @@ class Engine:
                 self._own_loop.see(result)
         return result
 
+    def _end_backward(self, num_tokens: int | None) -> None:
+        self._window.add_gradients(self._gradients.take())
+        if self._recorder is not None:
+            self._recorder.see_backward(self, num_tokens)
+
     @property
     def _skip_reason(self) -> SkipReason:
         return skip_reason(self.precision)
@@ -170,7 +171,11 @@ class Engine:
             raise at_minimum_scale(self.global_step + 1, self.loss_scale) from error
 
     def save_state(self, folder: Path, *, trainable_only: bool) -> None:
-        """Have DeepSpeed write its shards into ``folder``. Collective."""
+        """Have DeepSpeed write its shards into ``folder``. Collective.
+
+        Raises LaunchFailed where a rank never calls (naming it, with gloo).
+        """
+        barrier(f"save_state of {folder}")
         self.deepspeed.save_checkpoint(
             str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=trainable_only
         )

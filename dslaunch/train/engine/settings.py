@@ -32,11 +32,15 @@ def prepare(
     muon = None
     if optimizer is None:
         settings, optimizer, muon = take_muon(settings, model)
-    name = _optimizer_name(optimizer) or ds_config.optimizer_type(settings)
+    own = _optimizer_name(optimizer)
+    name = own or ds_config.optimizer_type(settings)
     settings, clipping = ds_config.write_clipping(settings, name)
     settings, stage = ds_config.run_16bit_stage_0_as_stage_1(settings, name)
+    settings, untested = ds_config.vouch_for_elementwise(settings, name, is_client=own is not None)
+    settings, offload = ds_config.let_own_optimizer_be_offloaded(settings, own) if own else (settings, None)
     fp16 = permit_fp16(ds_config.precision_of(settings), allow_emulated_fp16)
-    return settings, optimizer, [note for note in (muon, clipping, stage, fp16) if note]
+    notes = (muon, clipping, stage, untested, offload, fp16)
+    return settings, optimizer, [note for note in notes if note]
 
 
 def permit_fp16(precision: str, allow_emulated_fp16: bool) -> str | None:

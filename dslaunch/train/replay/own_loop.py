@@ -92,31 +92,53 @@ class OwnWindow:
         partial.replace(folder / f"rank-{rank}.pt")
 
 
+@dataclass
+class _Open:
+    """A call whose backward is still to come, if it ever does."""
+
+    call: Call
+    trained_by: bool = False  # a gradient has come to its output; or there is none that could be watched
+
+    def watch(self, output: Any) -> None:
+        ends = [tensor for _, tensor in _tensors(output) if tensor.requires_grad]
+        self.trained_by = not ends
+        for end in ends:
+            end.register_hook(self._see)
+
+    def _see(self, gradient: torch.Tensor) -> None:
+        self.trained_by = True
+
+
 class Recorder:
     """Holds what the engine was called with in the last two steps: references, nothing is copied."""
 
     def __init__(self) -> None:
         self._recent = RecentSteps()
         self._open: BegunStep | None = None
-        self._calls: list[Call] = []
+        self._calls: list[_Open] = []
 
-    def see_call(self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Before a forward; one that nothing is trained by is left out."""
-        if torch.is_grad_enabled() and engine.module.training:
-            self._begin(engine)
-            given = (args, dict(kwargs))
-            self._calls.append(Call(*given, tuple(tensor._version for _, tensor in _tensors(given))))
+    def forward(self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run it; one that nothing is trained by is not held."""
+        if not (torch.is_grad_enabled() and engine.module.training):
+            return engine.deepspeed(*args, **kwargs)
+        self._begin(engine)
+        given = (args, dict(kwargs))
+        held = _Open(Call(*given, tuple(tensor._version for _, tensor in _tensors(given))))
+        output = engine.deepspeed(*args, **kwargs)
+        held.watch(output)
+        self._calls.append(held)
+        return output
 
     def see_backward(self, engine: Engine, num_tokens: int | None) -> None:
-        """The end of a micro-batch."""
+        """After a backward, the end of a micro-batch: it has the calls that a gradient came to."""
         step = self._begin(engine)
-        step.calls.append(tuple(self._calls))
-        step.num_tokens, self._calls = num_tokens, []
+        step.calls.append(tuple(held.call for held in self._calls if held.trained_by))
+        step.num_tokens, self._calls = num_tokens, [held for held in self._calls if not held.trained_by]
 
     def see_step(self, result: StepResult) -> None:
-        """The end of a window."""
+        """The end of a window. Calls that nothing was trained by are let go."""
         self._recent.end(result)
-        self._open = None
+        self._open, self._calls = None, []
 
     def suspect(self, engine: Engine, step: int | None) -> tuple[OwnWindow, bool] | None:
         """The window that went wrong, and whether the weights are still those that it was given."""

@@ -90,6 +90,19 @@ def made_by_callable() -> list[Any]:
         return [engine.zero_stage, *master(engine.module.w)]
 
 
+def own_optimizer(stage: int, *, offload: bool = False) -> list[Any]:
+    """SGD handed over, without the flags that DeepSpeed asks for: it trains, and what was said."""
+    settings, said = config(stage, optimizer={}), list[str]()
+    del settings["zero_allow_untested_optimizer"]
+    if offload:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    model = OneWeight()
+    made = torch.optim.SGD(model.parameters(), lr=1.0)
+    with engine_for(model, settings, optimizer=made, on_note=said.append) as engine:
+        step_once(engine, 1.0)
+        return [said, master(engine.module.w)]
+
+
 def refusal_cases() -> dict[str, Case]:
     adafactor = {"type": "Adafactor", "params": {"lr": 0.1}}
     muon = {"type": "Muon", "params": {"lr": 0.1}}
@@ -103,6 +116,9 @@ def refusal_cases() -> dict[str, Case]:
         "refused/callable": lambda: refused(
             {**config(0, "bf16", optimizer={}), "zero_allow_untested_optimizer": False},
             optimizer=functools.partial(torch.optim.Adafactor, lr=1.0),
+        ),
+        "refused/shards": lambda: refused(
+            {key: value for key, value in config(2, optimizer=adafactor).items() if "untested" not in key}
         ),
         "refused/enabled": lambda: refused(config(1, bf16={"enabled": "yes"})),
         "refused/batch": lambda: refused({**config(1, micro=2, accumulation=2), "train_batch_size": 7}),
@@ -131,6 +147,8 @@ def all_cases() -> dict[str, Case]:
     cases["version/another"] = lambda: other_deepspeed(allow_untested_deepspeed="0.99.2")
     cases["renamed"] = renamed_upstream
     cases["callable"] = made_by_callable
+    cases["own/2"] = lambda: own_optimizer(2)
+    cases["own/3/offload"] = lambda: own_optimizer(3, offload=True)
     cases["lazy"] = lazy_and_flag
     cases["token-counts"] = wrong_token_counts
     return {**cases, **refusal_cases()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,30 @@ def test_an_optimizer_may_be_given_as_a_callable(two_ranks: CaseResults) -> None
     assert two_ranks["callable"] == [1, -1.0]
 
 
+def test_an_elementwise_optimizer_of_ones_own_gets_the_flags_that_deepspeed_asks_for_and_a_note(
+    two_ranks: CaseResults,
+) -> None:
+    (vouched,), trained = two_ranks["own/2"]
+    assert vouched.startswith("zero_allow_untested_optimizer is set: SGD treats each element by itself")
+    (vouched, offloaded), also = two_ranks["own/3/offload"]
+    assert offloaded.startswith(
+        "offload_optimizer cpu with an optimizer of your own: zero_force_ds_cpu_optim"
+    )
+    assert vouched and trained == also == [-1.0]
+
+
+def test_no_flag_is_given_that_nobody_asked_for_or_over_the_users_own() -> None:
+    stage_2 = {"zero_optimization": {"stage": 2}}
+    for name, is_client in (("AdamW", True), ("Lion", False), ("<lambda>", True), (None, False)):
+        assert ds_config.vouch_for_elementwise(stage_2, name, is_client=is_client) == (stage_2, None)
+    refusing = {**stage_2, "zero_allow_untested_optimizer": False}
+    assert ds_config.vouch_for_elementwise(refusing, "Lion", is_client=True) == (refusing, None)
+    cpu = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    forcing = {**cpu, "zero_force_ds_cpu_optimizer": True}
+    for config, name in ((stage_2, "SGD"), (cpu, "DeepSpeedCPUAdam"), (forcing, "SGD")):
+        assert ds_config.let_own_optimizer_be_offloaded(config, name) == (config, None)
+
+
 def test_a_flag_of_one_rank_reaches_the_others_and_results_may_be_read_late(two_ranks: CaseResults) -> None:
     # Loss w * step + step with w = 0, 0, -1: 0, 1, 0. Rank 1 reads nothing, and nothing hangs.
     assert two_ranks["lazy"] == {"flags": [False, True, False], "losses": [0.0, 1.0, 0.0]}
@@ -62,6 +88,7 @@ def test_token_counts_must_be_positive_and_one_per_window(two_ranks: CaseResults
         ("autocast", "torch_autocast.dtype float16 with zero_optimization.stage 2"),
         ("adafactor", "Adafactor with bf16 at zero_optimization.stage 0"),
         ("callable", "Adafactor with bf16 at zero_optimization.stage 0"),
+        ("shards", "Adafactor at zero_optimization.stage 2: ZeRO gives it flat shards"),
         ("enabled", "bf16.enabled is 'yes'; it must be true or false"),
         ("batch", "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 7"),
         ("stage", "zero_optimization.stage is 5; it must be 0, 1, 2 or 3"),
@@ -101,6 +128,8 @@ def test_the_tested_version_is_the_one_that_is_pinned() -> None:
     assert caught.value.hint is not None
     assert "`dslaunch doctor --numerics`" in caught.value.hint
     assert "allow_untested_deepspeed: 0.20.1" in caught.value.hint
+    shown = "".join(traceback.format_exception(caught.value))  # of a script that does not catch it
+    assert caught.value.hint in shown or sys.version_info < (3, 11)
 
 
 # The config alone, without ranks
