@@ -54,6 +54,10 @@ def test_skipping_that_came_back_is_a_warning(tmp_path: Path) -> None:
     found = read(tmp_path, zero_log({*range(200, 212)}, 400, power=16, window=1000).lines)
     assert [(v.name, v.severity) for v in found.verdicts] == [("persistent_skipping", "warning")]
     assert not found.is_wrong
+    made = zero_log({*range(200, 212)}, 211, power=16, window=1000).lines
+    for count, is_wrong in ((1, True), (2, False)):  # a loss alone may be the skipped step's own
+        found = read(tmp_path, [*made, *["{'loss': 2.0, 'learning_rate': 1e-05}"] * count])
+        assert (names(found), found.is_wrong) == (["persistent_skipping"], is_wrong)
 
 
 def test_skipping_in_bf16(tmp_path: Path) -> None:
