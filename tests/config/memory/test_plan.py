@@ -11,15 +11,11 @@ from dslaunch.config.memory.activations import layer_bytes
 from dslaunch.config.memory.adapter import adapter_tensors, nf4_bytes
 from dslaunch.config.memory.alternatives import nearest_that_fits, rank_alternatives
 from dslaunch.config.memory.flat import touched, touching, worst_rank
-from dslaunch.config.memory.items import CONVERT, UPDATE, size_at
+from dslaunch.config.memory.items import CONVERT, FORWARD, LAYERS, UPDATE, size_at
 from dslaunch.config.memory.of_run import optimizer_cost, zero_options
 from dslaunch.config.memory.offload import rank_items
 from dslaunch.config.memory.planner import MemoryPlan, plan_memory
-from dslaunch.config.memory.setup import (
-    Setup,
-    ZeroOptions,
-    flat_size,
-)
+from dslaunch.config.memory.setup import OptimizerCost, Setup, ZeroOptions, flat_size
 from dslaunch.config.memory.states import sub_groups
 from dslaunch.config.memory.surprises import surprises
 from dslaunch.config.memory.tensors import Tensor
@@ -80,8 +76,8 @@ def test_dropping_the_frozen_weights_from_checkpoints() -> None:
 def test_adapter_sizes() -> None:
     """Llama 3 8B with r 16 on all linear layers: 41,943,040 parameters, as peft reports."""
     assert sum(t.numel for t in adapter_tensors(FACTS, r=16)) == 41_943_040
-    dora = adapter_tensors(FACTS, r=16, target_modules=("q_proj",), dora=True)
-    assert sum(t.numel for t in dora) == 32 * (16 * (4096 + 4096) + 4096)
+    dora = adapter_tensors(FACTS, r=16, target_modules=("k_proj",), dora=True)
+    assert sum(t.numel for t in dora) == 32 * (16 * (4096 + 1024) + 1024)  # a magnitude for each output
     saved = adapter_tensors(FACTS, r=16, target_modules=("q_proj",), modules_to_save=("lm_head",))
     assert saved[-1].numel == 128256 * 4096
     with pytest.raises(ConfigError, match="'q_prj' matches no layer") as caught:
@@ -93,6 +89,10 @@ def test_nf4_takes_what_bitsandbytes_allocates() -> None:
     assert sum(nf4_bytes(4096 * 4096, double_quant=False)) == 4096 * 4096 * 9 // 16 + 64
     assert sum(nf4_bytes(4096 * 4096, double_quant=True)) / 4096**2 == pytest.approx(0.5161, abs=2e-4)
     assert nf4_bytes(65, double_quant=False) == (33, 8 + 64)
+    assert nf4_bytes(257 * 64, double_quant=True) == (
+        257 * 32,
+        257 + 2 * 4 + 4 + 1024 + 64,
+    )  # two outer blocks
 
 
 def test_a_rank_keeps_whole_every_tensor_that_reaches_into_its_part() -> None:
@@ -104,6 +104,58 @@ def test_a_rank_keeps_whole_every_tensor_that_reaches_into_its_part() -> None:
         ranks = range(world_size)
         alone = setup(trainable=tensors, world_size=world_size)
         assert touched(alone, worst_rank(alone)) == max(touching(tensors, world_size, rank) for rank in ranks)
+
+
+def test_what_one_rank_alone_does_not_need() -> None:
+    for stage, name in ((2, "NCCL buffers"), (3, "small weights kept whole")):
+        plans = [plan_memory(setup(zero_stage=stage, world_size=w, ranks_per_host=w), 80) for w in (1, 2)]
+        assert [sum(i.size > 0 for i in (*p.items, *p.outside) if i.name == name) for p in plans] == [0, 1]
+
+
+def test_the_bucket_of_stage_1_stays_through_the_next_passes_of_a_window() -> None:
+    for stage, accumulation, stays in ((1, 2, True), (1, 1, False), (2, 2, False)):
+        plan = plan_memory(setup(zero_stage=stage, accumulation=accumulation), 80)
+        (bucket,) = [item for item in plan.items if item.name == "reduce bucket"]
+        assert (FORWARD in bucket.when, LAYERS in bucket.when) == (stays, True)
+
+
+def test_a_fused_optimizer_at_stage_0_has_the_fp32_gradients_end_to_end_too() -> None:
+    for fused, each in ((True, 8), (False, 4)):
+        plan = plan_memory(
+            setup(zero_stage=0, optimizer=OptimizerCost(state=8, temporary=0, fused=fused)), 80
+        )
+        assert size(plan, "fp32 gradients") == each * FACTS.numel
+
+
+def test_a_sub_group_is_closed_by_the_tensor_that_fills_it() -> None:
+    tensors = tuple(Tensor(name, (8,)) for name in "abc")
+    one = setup(trainable=tensors, zero_stage=3, world_size=1, zero=ZeroOptions(sub_group_size=8))
+    assert sub_groups(one) == [[8], [8], [8]]
+    nine = dataclasses.replace(one, zero=ZeroOptions(sub_group_size=9))
+    assert sub_groups(nine) == [[8, 8], [8]]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_autocast_keeps_16_bit_copies_of_what_is_multiplied(tied: bool) -> None:
+    """Of an embedding only where it is the output head too; of no vector."""
+    tensors = (
+        Tensor("model.embed_tokens.weight", (64, 8)),
+        Tensor("a.weight", (8, 4)),
+        Tensor("norm.weight", (8,)),
+    )
+    tensors += () if tied else (Tensor("lm_head.weight", (64, 8)),)
+    model = dataclasses.replace(FACTS, tensors=tensors)
+    cast = setup(model=model, trainable=tensors, precision="fp32", autocast=True)
+    assert size(plan_memory(cast, 80), "16-bit copies of the weights (autocast)") == 2 * (64 * 8 + 8 * 4)
+
+
+def test_checkpointing_keeps_the_mask_of_padded_rows() -> None:
+    name = "layer inputs (gradient checkpointing)"
+    plain, masked = (
+        plan_memory(setup(gradient_checkpointing=True, mask=mask, micro_batch=3, max_length=512), 80)
+        for mask in (False, True)
+    )
+    assert size(masked, name) - size(plain, name) == 3 * 512 * 512 * 2
 
 
 def test_checkpointing_and_offload_move_what_they_should() -> None:
