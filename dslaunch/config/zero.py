@@ -15,7 +15,7 @@ from dslaunch.config.without_deepspeed import uses_torch
 ACTING_STAGES: dict[str, tuple[int, ...]] = {
     "overlap_comm": (1, 2, 3),
     "contiguous_gradients": (1, 2, 3),
-    "reduce_scatter": (1, 2),
+    "reduce_scatter": (1, 2, 3),
     "reduce_bucket_size": (1, 2, 3),
     "allgather_bucket_size": (1, 2),
     "round_robin_gradients": (1, 2),
