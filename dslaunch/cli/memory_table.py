@@ -28,7 +28,9 @@ def table(memory: Memory, shown: int) -> list[str]:
         f"  {'peak':<44} {gib(plan.peak_bytes)}  {plan.phase}",
     ]
     if plan.outside:
+        least, most = (gib(size).strip() for size in plan.total_range)
         lines += ["beside the allocator (estimates):", *_items(plan.outside)]
+        lines += [f"  {'peak with these':<44} {gib(plan.total_bytes)}  {least} to {most} as they usually are"]
     lines += ["each host:", *_items(plan.host)]
     lines += [f"  {'peak':<44} {gib(plan.host_peak_bytes)}  {plan.host_phase}"]
     lines += [

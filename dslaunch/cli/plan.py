@@ -37,6 +37,9 @@ def command(
     """Show every resolved value of RUN.yaml (-: stdin), why it is so, and what it takes in memory.
 
     Without RUN.yaml: what a script of your own takes, from --model and flags alone.
+
+    Exit code 0 also for what does not fit, which the first lines and `fits` of --json say; 2 where
+    `auto` was to find what fits and nothing does.
     """
     from dataclasses import asdict
 

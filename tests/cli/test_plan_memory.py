@@ -61,6 +61,8 @@ def test_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu["peak_bytes"] > gpu["rest_bytes"]
     outside = sum(i["bytes"] for i in gpu["items"] if i["when"] == "outside")
     assert gpu["total_bytes"] == gpu["peak_bytes"] + outside
+    least, most = gpu["total_range_bytes"]
+    assert gpu["peak_bytes"] < least < gpu["total_bytes"] < most < 1.1 * gpu["peak_bytes"] + 1.2e9
     assert {"peak_bytes", "items"} <= set(found["memory"]["per_host"])
     assert found["memory"]["checkpoint_bytes"] > 0
     assert found["alternatives"][0]["changes"]

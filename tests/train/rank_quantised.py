@@ -41,7 +41,8 @@ RunCell = tuple[str, str, int]  # kind, precision, ZeRO stage
 # Each kind with the precisions and stages in turn; the rest is in benchmarks/adapters.py.
 RUNS: list[RunCell] = [
     ("nf4", "fp32", 0), ("nf4", "fp16", 2), ("nf4", "bf16", 3), ("nf4", "fp32", 3), ("nf4-single", "bf16", 2),
-    ("fp4", "fp16", 1), ("on-disk", "fp32", 1), ("on-disk", "bf16", 3), ("int8", "fp32", 1),
+    ("nf4-bytes", "bf16", 3), ("fp4", "fp16", 1), ("on-disk", "fp32", 1), ("on-disk", "bf16", 3),
+    ("int8", "fp32", 1),
     ("int8", "bf16", 2), ("int8", "fp16", 0), ("qdora", "bf16", 0), ("qdora", "fp16", 1),
     ("qdora", "fp32", 2), ("rslora", "bf16", 3), ("lora", "fp32", 1), ("lora", "bf16", 2),
     ("lora", "fp16", 3), ("dora", "bf16", 1), ("dora", "fp16", 2), ("dora", "fp32", 3), ("gguf", "bf16", 3),
@@ -49,7 +50,7 @@ RUNS: list[RunCell] = [
 # The last number: stage3_param_persistence_threshold.
 MEMORY = [
     ("nf4", "bf16", 2, 0), ("nf4", "bf16", 3, 0), ("nf4-single", "fp16", 3, 3000), ("nf4", "fp32", 1, 0),
-    ("int8", "bf16", 2, 0),
+    ("nf4-bytes", "bf16", 3, 3000), ("int8", "bf16", 2, 0),
 ]  # fmt: skip
 RESUMED: list[RunCell] = [("nf4", "bf16", 1), ("nf4", "fp16", 3), ("int8", "fp16", 2), ("qdora", "bf16", 2)]
 # Kind and precision with engine torch.
@@ -60,6 +61,7 @@ KINDS: dict[str, tuple[QuantizationPlan | None, AdapterPlan]] = {
     "dora": (None, replace(LORA, type="dora")),
     "nf4": (FOUR, LORA),
     "nf4-single": (replace(FOUR, bnb_4bit_use_double_quant=False), LORA),
+    "nf4-bytes": (FOUR, LORA),  # bytes at stage 3 too, as a run file may ask for
     "fp4": (replace(FOUR, bnb_4bit_quant_type="fp4"), LORA),
     "on-disk": (FOUR, LORA),
     "gguf": (FOUR, LORA),
@@ -74,7 +76,8 @@ STORAGE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def plan_of(kind: str, precision: str, stage: int, storage: str | None = None) -> Any:
     """The plan of a cell, with the storage that a run file would get."""
     quantization, adapter = KINDS[kind]
-    storage = storage or (STORAGE[precision] if stage == 3 else "uint8")
+    packed = STORAGE[precision] if stage == 3 and kind != "nf4-bytes" else "uint8"
+    storage = storage or packed
     sgd = {"type": "SGD", "params": {"lr": LR}}
     settings = config(stage, precision, optimizer=sgd)
     if stage == 3:  # nothing stays whole: every weight is gathered where it is used

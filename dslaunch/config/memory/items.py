@@ -39,6 +39,14 @@ class Item:
         return {"name": self.name, "bytes": self.size, "when": ", ".join(self.when)}
 
 
+@dataclass(frozen=True)
+class Estimate(Item):
+    """An item that experience has between ``least`` and ``most`` bytes."""
+
+    least: int = 0
+    most: int = 0
+
+
 def size_at(items: Iterable[Item], phase: str) -> int:
     """Bytes in one moment: what is always there and what is there then."""
     return sum(item.size for item in items if ALWAYS in item.when or phase in item.when)

@@ -14,6 +14,7 @@ from dslaunch.config.memory.items import (
     ON_DISK,
     OUTSIDE,
     UPDATE,
+    Estimate,
     Item,
     peak_phase,
     rest_size,
@@ -28,10 +29,10 @@ from dslaunch.config.memory.zeropp import quantised_travel, uncounted_keys
 
 GIB = 2**30
 # Beside torch's allocator. Experience, not measured here (docs/memory.md); none of it on a CPU.
-CONTEXT_BYTES = 600_000_000
-NCCL_BYTES = 400_000_000
-WORKSPACE_BYTES = 64 << 20
-FRAGMENTATION = 0.05
+CONTEXT_BYTES, CONTEXT_RANGE = 600_000_000, (300_000_000, 600_000_000)
+NCCL_BYTES, NCCL_RANGE = 400_000_000, (50_000_000, 400_000_000)
+WORKSPACE_BYTES, WORKSPACE_RANGE = 64 << 20, (8 << 20, 64 << 20)
+FRAGMENTATION, FRAGMENTATION_RANGE = 0.05, (0.01, 0.10)
 TIGHT = 0.05  # of what there is
 
 
@@ -44,7 +45,7 @@ class MemoryPlan:
     """
 
     items: tuple[Item, ...]
-    outside: tuple[Item, ...]
+    outside: tuple[Estimate, ...]
     host: tuple[Item, ...]
     checkpoint_bytes: int
     capacity_bytes: int | None
@@ -74,6 +75,12 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         return self.peak_bytes + sum(item.size for item in self.outside)
+
+    @property
+    def total_range(self) -> tuple[int, int]:
+        """``total_bytes`` with the least and the most that its estimates usually come to."""
+        least, most = (sum(getattr(item, side) for item in self.outside) for side in ("least", "most"))
+        return self.peak_bytes + least, self.peak_bytes + most
 
     @property
     def device_fits(self) -> bool | None:
@@ -162,6 +169,7 @@ class MemoryPlan:
                 "peak_when": self.phase,
                 "outside_bytes": sum(item.size for item in self.outside),
                 "total_bytes": self.total_bytes,
+                "total_range_bytes": list(self.total_range),
                 "capacity_bytes": self.capacity_bytes,
                 "fits": self.device_fits,
                 "items": [item.to_json() for item in (*self.items, *self.outside)],
@@ -215,16 +223,19 @@ def resting_on_host(setup: Setup) -> int:
     return rest_size(here) * setup.ranks_per_host
 
 
-def _outside(setup: Setup, peak: int) -> list[Item]:
+def _outside(setup: Setup, peak: int) -> list[Estimate]:
     if setup.device_type == "cpu":
         return []
+    low, high = FRAGMENTATION_RANGE
     items = [
-        Item("CUDA context and kernels", CONTEXT_BYTES, (OUTSIDE,)),
-        Item("cuBLAS workspaces", WORKSPACE_BYTES, (OUTSIDE,)),
-        Item("fragmentation (5 %)", int(FRAGMENTATION * peak), (OUTSIDE,)),
+        Estimate("CUDA context and kernels", CONTEXT_BYTES, (OUTSIDE,), *CONTEXT_RANGE),
+        Estimate("cuBLAS workspaces", WORKSPACE_BYTES, (OUTSIDE,), *WORKSPACE_RANGE),
+        Estimate(
+            "fragmentation (5 %)", int(FRAGMENTATION * peak), (OUTSIDE,), int(low * peak), int(high * peak)
+        ),
     ]
     if setup.world_size > 1:
-        items.append(Item("NCCL buffers", NCCL_BYTES, (OUTSIDE,)))
+        items.append(Estimate("NCCL buffers", NCCL_BYTES, (OUTSIDE,), *NCCL_RANGE))
     return items
 
 
