@@ -134,6 +134,7 @@ def test_argv_environment_and_places(bed: Testbed, over: Over, monkeypatch: pyte
     long = {f"HF_LONG_{i}": f"{i}" * 100_000 for i in range(3)}
     for name, value in long.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "eth0")  # the user's word for Open MPI: we have none
     show = "import json; print(json.dumps([sys.argv[1:], dict(os.environ), len(os.sched_getaffinity(0))]))"
     code, out, err = over(show, *HOSTILE, "x" * 100_000).wait()
     assert code == 0, err
@@ -144,6 +145,7 @@ def test_argv_environment_and_places(bed: Testbed, over: Over, monkeypatch: pyte
                   "MASTER_ADDR": bed.address("node1"), **long}  # fmt: skip
         assert {name: env[name] for name in wanted} == wanted
         assert not [n for n in env if n.startswith(("OMPI_COMM_", "PMIX_RANK", "PMI_", "MPI_LOCAL"))]
+        assert env.get("OMPI_MCA_btl_tcp_if_include") == ("eth0" if "by openmpi" in err else None)
         assert cores == len(os.sched_getaffinity(0))  # no rank is pinned
     assert json.loads(out)[0] == [*HOSTILE, "x" * 100_000]
 

@@ -60,21 +60,23 @@ def said(rank: int) -> list[object]:
 
 
 @pytest.mark.needs("csh", "fish")
-def test_noisy_logins_of_other_shells(bed: Testbed, over: Over) -> None:
+def test_noisy_logins_of_other_shells_and_another_port(bed: Testbed, over: Over) -> None:
     changes = {
         "node1": {"passwd": passwd("/usr/bin/tcsh"), "csh.cshrc": "echo welcome; echo -n unfinished\n"},
         "node2": {"passwd": passwd("/usr/bin/fish"), "fish/config.fish": NOISE + "\n"},
         "node3": {"bash.bashrc": NOISE, "ssh/banner": "Authorized use only!\n{}\n"},
     }
     for name, files in changes.items():
-        banner = "Banner /etc/ssh/banner\n" if "ssh/banner" in files else ""
-        bed.change_etc(name, {**files, "ssh/sshd_config": SSHD + banner})
-    code, out, err = over("node1 slots=1\nnode2 slots=1\nnode3 slots=1\n", SHOW, *HOSTILE).wait()
+        more = "Banner /etc/ssh/banner\n" if "ssh/banner" in files else "Port 2222\n"
+        bed.change_etc(name, {**files, "ssh/sshd_config": SSHD + more})
+    show = SHOW + "\nopen(f'port-{rank}', 'w').write(os.environ['SSH_CONNECTION'].split()[-1])"
+    code, out, err = over("node1 slots=1\nnode2:2222 slots=1\nnode3 slots=1\n", show, *HOSTILE).wait()
     for name, files in changes.items():
         bed.change_etc(name, {**dict.fromkeys(files), "ssh/sshd_config": SSHD})
     assert code == 0, err
     for rank in range(3):
         assert said(rank) == [HOSTILE, "".join(HOSTILE), bed.address("node1")]
+    assert [Path(f"port-{rank}").read_text() for rank in range(3)] == ["22", "2222", "22"]
     assert json.loads(out)[0] == HOSTILE
     assert "welcome" not in out + err
 
