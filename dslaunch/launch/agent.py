@@ -81,6 +81,7 @@ REACH_S = 10.0  # for a connection to the host of rank 0
 MOST_LOCKS = 20  # of a cache of ops are looked at
 LOWEST_PORT = 15000  # below are ports that sites give to services
 ERROR_LINE = re.compile(rb"^(\w+\.)*\w*(Error|Exception|Interrupt)\b|\b(ERROR|CRITICAL|FATAL)\b")
+ESCAPE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\].{0,200}?(\x07|\x1b\\))")  # a colour, a title
 CUDA_VARIABLE = b"CUDA_VISIBLE_DEVICES"
 # AMD's runtime heeds one of the first two, the first first; they count among what the third leaves.
 AMD_VARIABLES = (b"HIP_VISIBLE_DEVICES", CUDA_VARIABLE, b"ROCR_VISIBLE_DEVICES")
@@ -419,7 +420,7 @@ class Agent:
         *lines, rank.error_line = (rank.error_line + data).split(b"\n")
         rank.error_line = rank.error_line[-CHUNK:]
         for line in lines:
-            if ERROR_LINE.search(line) and self.unacked <= WINDOW:
+            if ERROR_LINE.search(ESCAPE.sub(b"", line)) and self.unacked <= WINDOW:
                 self.unacked += len(line)
                 self.send("error_line", rank=rank.number, data=to_text(line[:2000]), bytes=len(line))
 

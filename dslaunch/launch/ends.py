@@ -9,6 +9,7 @@ from typing import Any
 
 from dslaunch.core.errors import EXIT_STOPPED_AT_CHECKPOINT
 from dslaunch.core.topology import span
+from dslaunch.launch.text import without_controls
 
 _SPANS_SHOWN = 8
 # How a rank ends that was asked to stop and did so; with anything else it failed by itself.
@@ -45,8 +46,8 @@ class RankEnd:
         facts = event.get("facts")
         return cls(
             rank=event["rank"], host=host, code=event["code"], seconds=seconds, asked=event["asked"],
-            max_rss_bytes=event["max_rss_kib"] * 1024, tail=tuple(event["tail"]),
-            last=event["last"], state=event["state"],
+            max_rss_bytes=event["max_rss_kib"] * 1024, tail=tuple(map(without_controls, event["tail"])),
+            last=without_controls(event["last"]), state=event["state"],
             facts=None if facts is None else HostFacts(**facts),
         )  # fmt: skip
 

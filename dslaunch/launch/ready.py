@@ -112,7 +112,8 @@ def open_files_problem(num_hosts: int) -> str | None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY or hard >= _files_for(num_hosts):
         return None
-    return f"{num_hosts} hosts take {_files_for(num_hosts)} open files here, and the limit is {hard}"
+    hosts = f"{num_hosts} hosts take" if num_hosts > 1 else "this launch takes"
+    return f"{hosts} {_files_for(num_hosts)} open files here, and the limit is {hard}"
 
 
 def many_hosts_problem(plan: LaunchPlan) -> str | None:

@@ -12,7 +12,7 @@ from dslaunch.core.errors import EXIT_DIVERGED
 from dslaunch.core.run_dir import RunDir
 from dslaunch.launch.folding import NEVER, BarFilter, LineFolder
 from dslaunch.launch.terminal import StreamWriter, is_same_terminal, is_terminal
-from dslaunch.launch.text import printable
+from dslaunch.launch.text import printable, without_controls
 from dslaunch.launch.verdict import Outcome, render_end
 
 _REMEMBERED = 100  # lines of a rank's stderr: more than its last words have
@@ -31,7 +31,7 @@ class Screen:
         self.is_terminal = is_terminal(err)
         self._run_dir = RunDir(Path(run_dir))
         self._shown: dict[int, deque[str]] = {}  # by rank: lines of stderr that the user has seen
-        self._folder = LineFolder(self._err.write)
+        self._folder = LineFolder(self._err.tell)
         self._bars = None if err.isatty() else BarFilter()
 
     @property
@@ -51,7 +51,7 @@ class Screen:
     def say(self, text: str) -> None:
         """A line of our own on stderr."""
         self._folder.flush()
-        self._err.write(f"dslaunch: {text}\n".encode("utf-8", "surrogateescape"))
+        self._err.tell(f"dslaunch: {text}\n".encode("utf-8", "surrogateescape"))
 
     def show_output(self, event: dict[str, Any], on_written: Callable[[int], None]) -> None:
         """Bytes of rank 0, to the stream that they were written to; ``on_written`` gets their number."""
@@ -72,9 +72,11 @@ class Screen:
         if hidden:
             self._err.write(b"", lambda: on_written(size))
             return
-        line = event["data"].encode("utf-8", "surrogateescape")
-        self._shown.setdefault(rank, deque(maxlen=_REMEMBERED)).append(event["data"])
-        self._folder.add(host, rank, line, lambda: on_written(size), time.monotonic())
+        line = without_controls(event["data"])
+        self._shown.setdefault(rank, deque(maxlen=_REMEMBERED)).append(line)
+        self._folder.add(
+            host, rank, line.encode("utf-8", "surrogateescape"), lambda: on_written(size), time.monotonic()
+        )
 
     def show_end(self, outcome: Outcome) -> None:
         """The last block on stderr."""
@@ -86,7 +88,7 @@ class Screen:
         shown = None if first == 0 else frozenset(lines)
         can_replay = outcome.exit_code == EXIT_DIVERGED and bool(self._run_dir.kept_steps())
         words = render_end(outcome, self._run_dir, shown=shown, can_replay=can_replay)
-        self._err.write(words.encode("utf-8", "surrogateescape"))
+        self._err.tell(words.encode("utf-8", "surrogateescape"))
 
     def close(self, give_up: Callable[[], bool]) -> None:
         """Wait until all is written, or ``give_up()`` turns true."""

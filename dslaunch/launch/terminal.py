@@ -20,7 +20,7 @@ from dslaunch.launch.symptoms import recognise
 from dslaunch.launch.verdict import Outcome, describe_code
 
 _ERASE = b"\r\x1b[K"
-_Item = tuple[bytes, "Callable[[], None] | None", BinaryIO]
+_Item = tuple[bytes, "Callable[[], None] | None", BinaryIO, bool]
 
 
 def is_terminal(stream: BinaryIO) -> bool:
@@ -60,14 +60,18 @@ class StreamWriter:
 
         ``stream``: another one to write it to, which ends at the same terminal.
         """
-        self._queue.put((data, on_written, stream or self._stream))
+        self._queue.put((data, on_written, stream or self._stream, False))
+
+    def tell(self, data: bytes, on_written: Callable[[], None] | None = None) -> None:
+        """The same for lines of our own: not behind a line that a rank has begun and not ended."""
+        self._queue.put((data, on_written, self._stream, True))
 
     def show_status(self, text: str) -> None:
         """Draw ``text`` (of printable characters) below what is written so far, or erase what is drawn."""
         self._status = text
         if text != self._drawn and not self._is_status_due:
             self._is_status_due = True
-            self._queue.put((b"", None, self._stream))
+            self._queue.put((b"", None, self._stream, False))
 
     def close(self, give_up: Callable[[], bool]) -> None:
         """Wait until all is written, or ``give_up()`` turns true."""
@@ -77,10 +81,11 @@ class StreamWriter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            data, on_written, stream = item
+            data, on_written, stream, is_own = item
             if on_written is None and not data:
                 self._draw_status()
             elif data:
+                data = b"\n" + data if is_own and self._column else data
                 self._column = not data.endswith(b"\n")
                 self._erase_status()
                 self._write(data, stream)

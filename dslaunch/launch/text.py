@@ -19,6 +19,18 @@ def utf8_environ() -> dict[str, str]:
     }
 
 
+_CONTROLS = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # a colour, a move of the cursor, an erased line
+    r"|\x1b[\]PX^_].{0,200}?(?:\x07|\x1b\\)"  # a title, a link
+    r"|\x1b.?|[\x00-\x08\x0a-\x1f\x7f-\x9f]"
+)
+
+
+def without_controls(line: str) -> str:
+    """A rank's line without what a terminal would act on: it could erase the words around it."""
+    return _CONTROLS.sub("", line)
+
+
 def printable(text: str) -> str:
     """For a message: bytes that are no UTF-8 become backslash escapes."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

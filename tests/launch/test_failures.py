@@ -272,3 +272,25 @@ def test_the_agents_keeper_is_killed(launch: Launch) -> None:
     assert exit_code == 75  # they had the time to write a checkpoint
     assert "SIGKILL to the agent on localhost: ranks were asked to stop" in err
     launched.nothing_left()
+
+
+def test_our_lines_begin_anew_and_no_rank_can_erase_them(launch: Launch) -> None:
+    code = """
+if rank == 0: os.write(2, b'unfinished'); touch('begun'); time.sleep(300)
+while not os.path.exists('begun'): time.sleep(0.01)
+os.write(2, b'\\x1b[2J\\x1b]0;title\\x07\\x1b[31mError: red\\x1b[0m \\x00caf\\xc3\\xa9\\tend\\r\\n')
+time.sleep(1)
+os.write(2, b'\\x1b[1Alast words\\n')
+sys.exit(3)
+"""
+    code_of_launch, _, err = launch(python(code)).wait()
+    assert code_of_launch == 3
+    shown = err[err.index("unfinished") :].splitlines()
+    assert shown[:3] == [
+        "unfinished",
+        "localhost:1| Error: red café\tend",
+        "dslaunch: rank 1 on localhost exited with code 3; stopping the others",
+    ]
+    assert shown[5:7] == ["    | Error: red café\tend", "    | last words"]
+    assert "\x1b" not in err
+    assert b"\x1b[2J" in Path("run/logs/rank-1.log").read_bytes()
