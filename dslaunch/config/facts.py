@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.spec import RunSpec
 from dslaunch.core.allocation import Allocation, probe_allocation
-from dslaunch.core.bounded import read_bounded
+from dslaunch.core.bounded import open_regular, read_bounded
 from dslaunch.core.data_files import DATA_SUFFIXES, OTHER_SUFFIXES, is_data_file
 from dslaunch.core.devices import Inventory, probe_inventory
 from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
@@ -278,7 +278,9 @@ def _data_fault(path: Path) -> str | None:
             return _NO_DATA
         if not os.access(path, os.R_OK):
             return "may not be read by this user"
-        return "is empty" if path.is_file() and path.stat().st_size == 0 else None
+        if not path.is_file():
+            return "is no regular file"
+        return "is empty" if path.stat().st_size == 0 else None
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
@@ -320,7 +322,8 @@ def _config_sections(path: Path) -> list[dict[str, Any]]:
     if file.suffix != ".json":
         return []
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        with open_regular(file) as stream:
+            config = json.loads(stream.read().decode("utf-8"))
     except (OSError, ValueError):
         return []  # the worker reports a broken model directory, here it is only advice
     sections = (config, config.get("text_config")) if isinstance(config, dict) else ()

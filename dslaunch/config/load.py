@@ -179,6 +179,7 @@ def _load(
             put_flag(tree, flag)
     _drop_extensions(tree)
     _prefer_flags(tree)
+    _refuse_nul(tree)
     spec, repaired = _validate(kind, tree)
     if tree.problems:
         raise ConfigErrors([error for _, error in sorted(tree.problems, key=lambda item: item[0])])
@@ -271,6 +272,14 @@ def _drop_extensions(tree: Tree) -> None:
         del tree.value[key]
         for path in [p for p in tree.marks if p[0] == key]:
             del tree.marks[path]
+
+
+def _refuse_nul(tree: Tree) -> None:
+    """No path, argument, name or environment variable can hold the character that ends them in C."""
+    for path, mark in tree.marks.items():
+        if isinstance(value := _get(tree.value, path), str) and "\0" in value:
+            message = f"{mark.source}: {key_text(path)} holds a NUL character (\\0)"
+            tree.problems.append((mark.line, ConfigError(message, hint="remove it")))
 
 
 def _prefer_flags(tree: Tree) -> None:

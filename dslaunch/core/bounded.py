@@ -1,9 +1,12 @@
-"""Bounds for what a user's file may take: bytes to read, and memory and time of what it has us compute."""
+"""Bounds for what a user's file may take: bytes, waiting, and memory and time of what it has us compute."""
 
 from __future__ import annotations
 
 import errno
+import os
+import select
 import signal
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,13 +14,48 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+WRITER_WAIT_S = 3  # for one end of a pipe to be opened after the other
 LARGEST_READ = 16 * 2**20  # of run files, configs, templates: the largest seen are below 1 MiB
 
 
 def read_bounded(path: Path) -> bytes:
     """The content of a file that people write. Raises OSError, also for one of more than 16 MiB."""
-    with path.open("rb") as stream:
-        return read_stream(stream, str(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        begin = _first_byte(descriptor, path) if stat.S_ISFIFO(os.fstat(descriptor).st_mode) else b""
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "rb", closefd=False) as stream:
+            return begin + read_stream(stream, str(path))
+    finally:
+        os.close(descriptor)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that is read by parts. Raises OSError, also for a pipe or device, which may have no end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        directory = stat.S_ISDIR(mode)
+        number, why = (
+            (errno.EISDIR, "Is a directory") if directory else (errno.EINVAL, "it is no regular file")
+        )
+        raise OSError(number, why, str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def _first_byte(descriptor: int, path: Path) -> bytes:
+    """What comes first out of a pipe that was opened without waiting. Raises OSError without a writer."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    poll.poll(1000 * WRITER_WAIT_S)
+    try:
+        first = os.read(descriptor, 1)
+    except BlockingIOError:
+        return b""  # somebody has it open, and is slow
+    if not first:
+        raise OSError(errno.EPIPE, "it is a pipe that nothing writes to", str(path))
+    return first
 
 
 def read_stream(stream: BinaryIO, name: str) -> bytes:

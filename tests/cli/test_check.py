@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,16 @@ def test_what_has_no_end_is_not_read(capsys: Capture) -> None:
     said = "".join(capsys.readouterr())
     assert said.count("cannot read run file /dev/zero: it has more than 16 MiB") == 2
     assert said.count("/dev/zero: error: cannot be read: it has more than 16 MiB") == 1
+
+
+def test_a_name_with_nul_is_an_error_of_the_file(capsys: Capture) -> None:
+    Path("nul.yaml").write_text('model: {path: "a\\0b"}\ndata: {train: "b.jsonl"}\n')
+    assert [main([command, "nul.yaml"]) for command in ("check", "plan")] == [1, 2]
+    assert "".join(capsys.readouterr()).count("nul.yaml:1: model.path holds a NUL character (\\0)") == 1
+    Path("pipe.yaml").write_text('model: {path: "a/b"}\ndata: {train: "pipe.jsonl"}\n')
+    os.mkfifo("pipe.jsonl")
+    assert main(["check", "pipe.yaml"]) == 1
+    assert "pipe.jsonl is no regular file" in capsys.readouterr().out
 
 
 def test_fix_with_diff_exits_by_what_would_remain(capsys: Capture) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dslaunch.config.memory.tensors import Tensor
+from dslaunch.core.bounded import open_regular
 from dslaunch.core.errors import ConfigError
 
 _MAX_HEADER = 100_000_000  # the safetensors library refuses more
@@ -39,7 +40,7 @@ class Header:
 def read_safetensors(path: Path) -> Header:
     """The header of a .safetensors file. Raises ConfigError where it is none or is cut short."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             (length,) = struct.unpack("<Q", _exactly(stream, 8))
             if length > min(_MAX_HEADER, path.stat().st_size):
                 raise ValueError("its header is longer than the file")
@@ -73,7 +74,7 @@ def read_gguf(path: Path) -> Header:
     A long array of the metadata (the vocabulary) is given by its length alone.
     """
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             magic, version, count, num_keys = struct.unpack("<4sIQQ", _exactly(stream, 24))
             if magic != b"GGUF":
                 raise ValueError("it does not begin with GGUF")

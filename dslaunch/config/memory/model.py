@@ -11,6 +11,7 @@ from dslaunch.config.memory.architectures import check_sizes, dimensions, parame
 from dslaunch.config.memory.class_defaults import CLASS_DEFAULTS
 from dslaunch.config.memory.headers import read_gguf, read_safetensors
 from dslaunch.config.memory.tensors import Dimensions, ModelFacts, Tensor, natural_key, total
+from dslaunch.core.bounded import open_regular
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.quantised_model import plan_on_disk
 
@@ -123,7 +124,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as stream:
+            value = json.loads(stream.read().decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no {path}", hint="give a model directory or its config.json") from None
     except OSError as error:
