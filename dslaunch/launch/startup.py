@@ -393,4 +393,5 @@ def describe_lost_agent(link: AgentLink) -> str:
         return f"the agent on {link.host.name} {describe_code(code)}" + (f": {words}" if words else "")
     if not words and link.was_killed:  # by us: its code says nothing, and the client had not seen an end
         return f"the agent on {link.host.name} ended, or the connection to it did"
-    return f"the connection to {link.host.name} ended" + (f": {words}" if words else f" (code {code})")
+    end = f" (signal {-code})" if code < 0 else f" (code {code})"  # of the client on this machine
+    return f"the connection to {link.host.name} ended" + (f": {words}" if words else end)

@@ -207,7 +207,8 @@ def render_lost(outcome: Outcome, lost: LostHost, run_dir: RunDir) -> str:
         shown = ", ".join(lost.others[:_HOSTS_SHOWN]) + (f" and {more} more" if more > 0 else "")
         lines.append(f"  also lost    {shown}")
     if silent := outcome.silent:
-        lines.append(f"  ranks        {list_ranks(silent)}: how they ended is not known")
+        who = "it" if len(silent) == 1 else "they"
+        lines.append(f"  ranks        {list_ranks(silent)}: how {who} ended is not known")
         there = f"{lost.host}:" if lost.host in outcome.unshared_hosts else ""
         lines.append(f"  log          {there}{run_dir.rank_log(silent[0])}")
     if outcome.ends:

@@ -252,6 +252,7 @@ def test_a_cable_that_is_cut(bed: Testbed, over: Over) -> None:
         code, _, err = launched.wait()
         assert code == 77
         assert "no sign of life from node2 for 3 s" in err
+        assert "\n  ranks        rank 1: how it ended is not known\n" in err
         # Behind the cut cable the agent gives up too.
         wait_until(lambda: not bed.programs("node2"), "the agent on node2 stops its rank", 20.0)
     finally:
