@@ -309,6 +309,7 @@ def _build_engine(
             scheduler,
             world.device,
             allow_emulated_fp16=plan.allow_emulated_fp16,
+            watch=None,  # the loop watches, whatever the engine
             on_note=on_note,
         )
     fp32 = loaded.fp32
@@ -321,7 +322,7 @@ def _build_engine(
         on_note=on_note,
         allow_emulated_fp16=plan.allow_emulated_fp16,
         allow_untested_deepspeed=plan.allow_untested_deepspeed,
-        watch=None,  # the loop watches, whatever the engine
+        watch=None,
     )
 
 

@@ -16,7 +16,7 @@ from dslaunch.train.dist import barrier, hold_deepspeeds_prints, init_world
 from dslaunch.train.engine import cures, ds_config
 from dslaunch.train.engine.gradient_witness import LocalGradients
 from dslaunch.train.engine.muon import place_muon
-from dslaunch.train.engine.own_loop import OnEvent, OwnLoop, build_own_loop
+from dslaunch.train.engine.own_loop import USUAL_WATCH, OnEvent, OwnLoop, build_own_loop
 from dslaunch.train.engine.result import SkipReason, StepResult
 from dslaunch.train.engine.settings import check_version, prepare
 from dslaunch.train.engine.step_rules import at_minimum_scale, check_num_tokens, skip_reason
@@ -25,8 +25,6 @@ from dslaunch.train.fp32_modules import to_fp32_throughout
 from dslaunch.train.jit_ops import prepare_optimizer
 
 Note = Callable[[str], None]
-
-_WATCH = WatchPlan()
 
 
 class Engine:
@@ -68,7 +66,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, through DeepSpeed's hooks."""
         if self._recorder is not None:
-            return self._recorder.forward(self, args, kwargs)
+            return self._recorder.forward(self, self.deepspeed, args, kwargs)
         return self.deepspeed(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -263,7 +261,7 @@ class Engine:
         cures.let_go_of_gradients(self.deepspeed)
 
     def record_no_more(self) -> None:
-        """Hold no further calls for a trace."""
+        """See ``TrainingEngine``."""
         self._recorder = None
 
     def backward_alone(self, loss: torch.Tensor) -> None:
@@ -293,7 +291,7 @@ def initialize(
     *,
     allow_emulated_fp16: bool = False,
     allow_untested_deepspeed: str | None = None,
-    watch: WatchPlan | Mapping[str, Any] | None = _WATCH,
+    watch: WatchPlan | Mapping[str, Any] | None = USUAL_WATCH,
     run_dir: str | Path | None = None,
     trace_loss: Callable[..., torch.Tensor] | None = None,
     on_event: OnEvent | None = None,

@@ -17,11 +17,12 @@ from dslaunch.core.run_dir import RunDir
 from dslaunch.train.watch import Watch
 
 if TYPE_CHECKING:
-    from dslaunch.train.engine.engine import Engine
+    from dslaunch.train.engine.protocol import TrainingEngine
     from dslaunch.train.engine.result import StepResult
     from dslaunch.train.replay.own_loop import Recorder, TraceLoss
 
 OnEvent = Callable[..., None]
+USUAL_WATCH = WatchPlan()
 
 
 class OwnLoop:
@@ -50,7 +51,7 @@ class OwnLoop:
             self.recorder = Recorder()
 
     @contextmanager
-    def ending(self, engine: Engine) -> Iterator[None]:
+    def ending(self, engine: TrainingEngine) -> Iterator[None]:
         """What diverges inside, at the end of a window, is traced, told and written."""
         with self.watch.concluding():
             try:
@@ -66,7 +67,7 @@ class OwnLoop:
             self.recorder.see_step(result)
         self.watch.see(result)
 
-    def _trace(self, engine: Engine, recorder: Recorder, error: Diverged) -> None:
+    def _trace(self, engine: TrainingEngine, recorder: Recorder, error: Diverged) -> None:
         from dslaunch.train.replay.on_failure import Scene
         from dslaunch.train.replay.own_loop import conclude
 

@@ -33,6 +33,8 @@ class TrainingEngine(Protocol):
     @property
     def global_step(self) -> int: ...
     @property
+    def gradient_accumulation_steps(self) -> int: ...
+    @property
     def skipped_steps(self) -> int: ...
     @property
     def lr(self) -> float: ...
@@ -51,6 +53,9 @@ class TrainingEngine(Protocol):
         Parameters are gathered as before where they are partitioned; :meth:`backward_alone` takes the
         place of ``backward``.
         """
+
+    def record_no_more(self) -> None:
+        """Hold no further calls for a trace."""
 
     def backward_alone(self, loss: torch.Tensor) -> None:
         """Backward of ``loss`` as it is, after :meth:`end_training`. Collective at ZeRO stage 3."""

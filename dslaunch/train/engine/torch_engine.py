@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +18,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dslaunch.core.errors import ConfigError
-from dslaunch.core.plan import Fp16Plan
+from dslaunch.core.plan import Fp16Plan, WatchPlan
 from dslaunch.train.engine import torch_state
 from dslaunch.train.engine.gradient_witness import LocalGradients
+from dslaunch.train.engine.own_loop import USUAL_WATCH, OnEvent, OwnLoop, build_own_loop
 from dslaunch.train.engine.result import StepResult
 from dslaunch.train.engine.settings import permit_fp16
 from dslaunch.train.engine.step_rules import at_minimum_scale, check_num_tokens, skip_reason
@@ -52,16 +53,21 @@ def initialize_torch(
     device: torch.device,
     *,
     allow_emulated_fp16: bool = False,
+    watch: WatchPlan | Mapping[str, Any] | None = USUAL_WATCH,
+    run_dir: str | Path | None = None,
+    trace_loss: Callable[..., torch.Tensor] | None = None,
+    on_event: OnEvent | None = None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> TorchEngine:
     """An engine for ``model``, which is moved to ``device``. The process group must have been joined.
 
     ``optimizer`` gets the parameters that require a gradient and ``lr_scheduler`` the optimizer.
-    ``allow_emulated_fp16`` and ``on_note`` are those of ``initialize``. Raises ConfigError where
+    ``allow_emulated_fp16`` and all after it are those of ``initialize``. Raises ConfigError where
     nothing is trained, a trained parameter is not in fp32, or the device has no fp16.
     """
-    if note := permit_fp16(settings.precision, allow_emulated_fp16):
-        on_note(note)
+    notes = [note] if (note := permit_fp16(settings.precision, allow_emulated_fp16)) else []
+    for text in notes:
+        on_note(text)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
@@ -74,7 +80,13 @@ def initialize_torch(
         )
     model.to(device)
     made = optimizer(list(trained.values()))
-    return TorchEngine(model, settings, made, lr_scheduler(made), device, on_note)
+    own_loop = None
+    if watch is not None:
+        own_loop = build_own_loop(
+            watch, precision=settings.precision, rank=torch.distributed.get_rank(), run_dir=run_dir,
+            on_event=on_event, trace_loss=trace_loss, notes=notes,
+        )  # fmt: skip
+    return TorchEngine(model, settings, made, lr_scheduler(made), device, on_note, own_loop)
 
 
 class TorchEngine:
@@ -91,6 +103,7 @@ class TorchEngine:
         lr_scheduler: Any,
         device: torch.device,
         on_note: Callable[[str], None],
+        own_loop: OwnLoop | None = None,
     ) -> None:
         self.module = model
         self.optimizer = optimizer
@@ -105,6 +118,8 @@ class TorchEngine:
         self.scaler = _build_scaler(settings, device)
         self._fp16 = settings.fp16 or Fp16Plan()
         self._on_note, self._is_capped = on_note, False
+        self._own_loop = own_loop
+        self._recorder = own_loop.recorder if own_loop is not None else None
         self._autocast_dtype = _AUTOCAST.get(settings.precision)
         self._window = Window(device)
         self._gradients = LocalGradients(model.parameters())
@@ -114,6 +129,11 @@ class TorchEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward under autocast; gradients meet the other ranks' in a window's last one only."""
+        if self._recorder is not None:
+            return self._recorder.forward(self, self._run_forward, args, kwargs)
+        return self._run_forward(*args, **kwargs)
+
+    def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._autocast(), self._sync(), _unused_parameters_in_words():
             return self._forward(*args, **kwargs)
 
@@ -121,14 +141,14 @@ class TorchEngine:
         """Backward of a micro-batch's mean loss: see ``Engine.backward``."""
         loss = loss.float() / self.gradient_accumulation_steps
         self._window.add(loss.detach() / self.world_size, num_tokens=None)
-        self._backward(loss)
+        self._backward(loss, None)
 
     def backward_token_sum(self, loss_sum: torch.Tensor, *, num_tokens: int) -> None:
         """Backward of a sum over tokens: ``Engine.backward_token_sum``. DDP averages over the ranks too."""
         check_num_tokens(self.global_step, num_tokens)
         loss_sum = loss_sum.float()
         self._window.add(loss_sum.detach() / num_tokens, num_tokens=num_tokens)
-        self._backward(loss_sum * (self.world_size / num_tokens))
+        self._backward(loss_sum * (self.world_size / num_tokens), num_tokens)
 
     def step(self, *, flag: bool = False) -> StepResult | None:
         """End a micro-batch; at the end of the window, update the weights. Every rank must call it.
@@ -142,6 +162,13 @@ class TorchEngine:
         if self._micro_steps < self.gradient_accumulation_steps:
             return None
         self._micro_steps = 0
+        with self._own_loop.ending(self) if self._own_loop is not None else contextlib.nullcontext():
+            result = self._step_window()
+            if self._own_loop is not None:
+                self._own_loop.see(result)
+        return result
+
+    def _step_window(self) -> StepResult:
         lr, loss_scale, num_tokens = self.lr, self.loss_scale, self._window.num_tokens
         window = self._window.reduce()
         norm = self._unscaled_norm()
@@ -185,8 +212,13 @@ class TorchEngine:
 
     def end_training(self) -> None:
         """See ``TrainingEngine``: DDP reduces in a backward only what went forward through it."""
+        self.record_no_more()
         self._gradients.remove()
         self._forward = self.module
+
+    def record_no_more(self) -> None:
+        """See ``TrainingEngine``."""
+        self._recorder = None
 
     def backward_alone(self, loss: torch.Tensor) -> None:
         """See ``TrainingEngine``."""
@@ -213,9 +245,11 @@ class TorchEngine:
         """See ``TrainingEngine``."""
         torch_state.load(self, folder, trainable_only=trainable_only)
 
-    def _backward(self, loss: torch.Tensor) -> None:
+    def _backward(self, loss: torch.Tensor, num_tokens: int | None) -> None:
         self.scaler.scale(loss).backward()
         self._window.add_gradients(self._gradients.take())
+        if self._recorder is not None:
+            self._recorder.see_backward(self, num_tokens)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast_dtype is None:

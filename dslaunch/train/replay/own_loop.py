@@ -16,7 +16,7 @@ import torch
 
 from dslaunch.core.errors import ConfigError, Diverged, one_line
 from dslaunch.losses.sft import TokenLoss
-from dslaunch.train.engine import Engine, StepResult
+from dslaunch.train.engine import StepResult, TrainingEngine
 from dslaunch.train.fp32_modules import cast
 from dslaunch.train.replay.on_failure import Scene, add_hint, keep, trace_at_once
 from dslaunch.train.replay.recent import BegunStep, RecentSteps
@@ -117,19 +117,25 @@ class Recorder:
         self._open: BegunStep | None = None
         self._calls: list[_Open] = []
 
-    def forward(self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run it; one that nothing is trained by is not held."""
+    def forward(
+        self,
+        engine: TrainingEngine,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """``run`` it; one that nothing is trained by is not held."""
         if not (torch.is_grad_enabled() and engine.module.training):
-            return engine.deepspeed(*args, **kwargs)
+            return run(*args, **kwargs)
         self._begin(engine)
         given = (args, dict(kwargs))
         held = _Open(Call(*given, tuple(tensor._version for _, tensor in _tensors(given))))
-        output = engine.deepspeed(*args, **kwargs)
+        output = run(*args, **kwargs)
         held.watch(output)
         self._calls.append(held)
         return output
 
-    def see_backward(self, engine: Engine, num_tokens: int | None) -> None:
+    def see_backward(self, engine: TrainingEngine, num_tokens: int | None) -> None:
         """After a backward, the end of a micro-batch: it has the calls that a gradient came to."""
         step = self._begin(engine)
         step.calls.append(tuple(held.call for held in self._calls if held.trained_by))
@@ -140,7 +146,7 @@ class Recorder:
         self._recent.end(result)
         self._open, self._calls = None, []
 
-    def suspect(self, engine: Engine, step: int | None) -> tuple[OwnWindow, bool] | None:
+    def suspect(self, engine: TrainingEngine, step: int | None) -> tuple[OwnWindow, bool] | None:
         """The window that went wrong, and whether the weights are still those that it was given."""
         found = self._recent.suspect(step)
         if found is None:
@@ -155,7 +161,7 @@ class Recorder:
         )
         return window, has_weights
 
-    def _begin(self, engine: Engine) -> BegunStep:
+    def _begin(self, engine: TrainingEngine) -> BegunStep:
         if self._open is None:
             self._open = self._recent.begin(engine.global_step, engine.loss_scale)
         return self._open
@@ -164,7 +170,7 @@ class Recorder:
 class OwnObjective:
     """Calls the engine as the loop did. The loss is ``trace_loss``, else what the model gives back as one."""
 
-    def __init__(self, engine: Engine, trace_loss: TraceLoss | None) -> None:
+    def __init__(self, engine: TrainingEngine, trace_loss: TraceLoss | None) -> None:
         self._engine, self._trace_loss = engine, trace_loss
         self.has_loss = True
 
@@ -196,7 +202,7 @@ class OwnObjective:
 
 
 def conclude(
-    recorder: Recorder, scene: Scene, engine: Engine, trace_loss: TraceLoss | None, error: Diverged
+    recorder: Recorder, scene: Scene, engine: TrainingEngine, trace_loss: TraceLoss | None, error: Diverged
 ) -> None:
     """Keep the step that went wrong where there is a place for it, and trace it. Collective.
 
@@ -244,7 +250,11 @@ def _untraceable(window: OwnWindow, has_weights: bool) -> str | None:
 
 
 def replay(
-    engine: Engine, folder: str | Path, *, trace_loss: TraceLoss | None = None, detect_anomaly: bool = False
+    engine: TrainingEngine,
+    folder: str | Path,
+    *,
+    trace_loss: TraceLoss | None = None,
+    detect_anomaly: bool = False,
 ) -> dict[str, Any]:
     """Run a kept step again on an engine made as in the run, and say what broke. Collective.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 import weakref
@@ -12,8 +14,9 @@ import torch
 
 from dslaunch.observe.diagnose.read import diagnose
 from dslaunch.train.dist import init_world
-from dslaunch.train.engine import Engine
+from dslaunch.train.engine import Diverged, Engine, TrainingEngine
 from dslaunch.train.replay.own_loop import replay
+from tests.train.engine.cases_torch import torch_engine
 from tests.train.engine.cases_watch import Feed, watched
 from tests.train.rank_cases import RANK, WORLD_SIZE, Case, config, engine_for, shared_folder
 from tests.train.replay.planted import LENGTH, TRIGGER, LogOfZero, PlantedLM, RootOfZero
@@ -42,7 +45,7 @@ def ids(step: int, micro_batch: int) -> torch.Tensor:
     return rows
 
 
-def given(engine: Engine, step: int, *, gives_loss: bool) -> torch.Tensor:
+def given(engine: TrainingEngine, step: int, *, gives_loss: bool) -> torch.Tensor:
     """A window but its last step(), which is the caller's; its last input."""
     for micro_batch in range(ACCUMULATION):
         rows = ids(step, micro_batch)
@@ -123,6 +126,28 @@ def kept_and_replayed(stage: int) -> dict[str, Any]:
     return report
 
 
+def without_deepspeed() -> dict[str, Any]:
+    """The engine on torch alone watches, holds and traces as well."""
+    kinds: list[str] = []
+    engine = torch_engine(
+        GivesLoss(LogOfZero()),
+        "bf16",
+        accumulation=ACCUMULATION,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+        watching={"watch": TRACE, "on_event": lambda kind, **fields: kinds.append(kind)},
+    )
+    found: dict[str, Any] = {}
+    with contextlib.redirect_stderr(io.StringIO()):
+        for step in range(1, BAD_STEP + 2):
+            given(engine, step, gives_loss=True)
+            try:
+                engine.step()
+            except Diverged as error:
+                found = {"verdict": error.verdict, "step": error.step, "culprit": error.culprit}
+                break
+    return {**found, "kinds": kinds, "records": engine._recorder is not None}
+
+
 def off(**more: Any) -> dict[str, Any]:
     """After a step: whether its micro-batch is held on to, and the hooks that there are."""
     with engine_for(GivesLoss(), settings(2), **more) as engine:
@@ -140,5 +165,6 @@ def all_cases() -> dict[str, Case]:
         "trace/without-loss": lambda: outside(2, RootOfZero()),
         "trace/written-into": written_into,
         "trace/stop": lambda: inside(2, LogOfZero(), feed(True), watch={}),
+        "trace/torch": without_deepspeed,
         "trace/off": lambda: [off(watch=None), off(watch={}), off(watch={"on_nonfinite": "trace"})],
     }

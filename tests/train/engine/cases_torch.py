@@ -42,6 +42,7 @@ def torch_engine(
     clipping: float = 0.0,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     on_note: Callable[[str], None] = lambda text: None,
+    watching: dict[str, Any] | None = None,
     **fp16: Any,
 ) -> TorchEngine:
     """An engine with SGD at lr 1, so that an update is minus the gradient."""
@@ -60,6 +61,7 @@ def torch_engine(
         world.device,
         allow_emulated_fp16=True,
         on_note=on_note,
+        **{"watch": None, **(watching or {})},
     )
 
 

@@ -69,6 +69,16 @@ def test_a_gradient_is_traced_with_the_loss_that_the_model_gives(two_ranks: Case
     assert culprit["report"] is None  # there is no run_dir
 
 
+def test_the_engine_on_torch_alone_is_watched_and_traced_as_well(two_ranks: CaseResults) -> None:
+    for rank in range(two_ranks.world_size):
+        result = two_ranks.of_rank(rank, "trace/torch")
+        assert (result["verdict"], result["step"]) == ("forward non-finite", BAD_STEP)
+        assert (result["culprit"]["module"], result["culprit"]["rank"]) == (PLANT, 1)
+        assert result["culprit"]["samples"] == [{"row": BAD_ROW}]
+        assert result["kinds"] == ["step_skipped", "nonfinite_traced", "verdict"]
+        assert not result["records"]
+
+
 def test_without_the_loss_what_breaks_for_any_gradient_is_found_and_the_rest_is_said(
     two_ranks: CaseResults,
 ) -> None:
