@@ -98,7 +98,13 @@ def resolve_optimizer(
         loraplus_lr_ratio=_loraplus(spec, adapter, report),
         groups=tuple(ParamGroupPlan(**dict(group)) for group in spec.groups),
     )
-    return ChosenOptimizer(plan, allow_untested=ours or (kind.untested and zero_stage > 0))
+    allow = ours or (kind.untested and zero_stage > 0)
+    if allow and zero_stage > 0 and not spec.type.endswith("8bit"):  # of those two there is more to say
+        report.note(
+            f"zero_allow_untested_optimizer is set, as DeepSpeed wants it for {spec.type}: it treats each "
+            "element by itself, so ZeRO's shards do not change it"
+        )
+    return ChosenOptimizer(plan, allow_untested=allow)
 
 
 def check_fit(

@@ -45,6 +45,16 @@ def test_lion_is_deepspeeds_on_gpus_and_ours_on_cpus() -> None:
     assert gpu.optimizer.lr == cpu.optimizer.lr == 2e-6
 
 
+@pytest.mark.parametrize(
+    ("kind", "stage", "is_told"), [("SGD", 2, True), ("SGD", 0, False), ("AdamW", 2, False)]
+)
+def test_the_flag_for_untested_optimizers_has_a_note(kind: str, stage: int, is_told: bool) -> None:
+    settings = f"optimizer: {{type: {kind}, lr: 1e-3}}\nzero_optimization: {{stage: {stage}}}\n"
+    _, notes = resolved(f"{SMALL}{settings}precision: fp32\n", **ON_GPU)
+    told = [note for note in notes if note.startswith("zero_allow_untested_optimizer is set")]
+    assert [kind in note for note in told] == [True] * is_told
+
+
 def test_rates_that_cannot_be_guessed_are_asked_for() -> None:
     text = "optimizer: {type: Adafactor}\nzero_optimization: {stage: 0}\nprecision: fp32\n"
     assert problems(text) == [
