@@ -205,6 +205,7 @@ def test_only_what_obeyed_was_stopped() -> None:
         ({"code": -9, "host": "n1"}, False),  # of one host the news come in their order
         ({"code": -9, "asked": True}, False),
         ({"code": 1}, False),
+        ({"code": 0}, False),
         ({"code": -6}, False),  # as NCCL and gloo end a rank that another one left
         ({"code": -15}, False),
     ],

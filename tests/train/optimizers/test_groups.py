@@ -75,6 +75,8 @@ def test_the_first_match_counts() -> None:
     assert grouped(groups=(narrow, wide))[1:] == [(2.0, 0.0, ALL[5:6]), (0.5, 0.0, ALL[6:])]
     with pytest.raises(ConfigError, match=r"groups\[1\].match 'lm_head.bias': an earlier group has all"):
         grouped(groups=(wide, narrow))
+    again = ParamGroupPlan(match=("lm_head.bias",), lr=2.0)  # the same said twice is no contradiction
+    assert grouped(groups=(wide, again)) == grouped(groups=(wide,))
 
 
 def test_lora_plus() -> None:
