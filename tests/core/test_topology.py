@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from dslaunch.core.topology import Host, Topology, local_topology, master_fault
+from dslaunch.core.topology import (
+    Host,
+    Topology,
+    is_address,
+    local_topology,
+    master_fault,
+    span,
+    without_rank,
+)
 
 
 def test_ranks_where_slots_differ() -> None:
@@ -48,3 +56,34 @@ def test_where_ranks_can_meet(addr: str, elsewhere: bool, words: str | None) -> 
     assert (fault is None) == (words is None)
     if fault is not None and words is not None:
         assert fault[0].startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limit", "words"),
+    [
+        ((), None, ""),
+        ((3,), None, "3"),
+        ((0, 1, 2, 3, 7, 9, 10), None, "0-3, 7, 9-10"),
+        ((0, 1, 2, 3, 7, 9, 10), 2, "0-3, 7 and 2 more"),
+        ((0, 1, 2, 3, 7, 9, 10), 3, "0-3, 7, 9-10"),
+        ((5, 3, 4), None, "5, 3-4"),
+    ],
+)
+def test_spans_of_ranks(ranks: tuple[int, ...], limit: int | None, words: str) -> None:
+    assert span(ranks, limit) == words
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("10.0.0.1", True), ("fe80::1", True), ("::ffff", True), ("fe80::1%eth0", True), ("10.0.0.x", False),
+        ("10.0.0.256", False), ("node1", False), ("", False), ("a:b", False),
+    ],
+)  # fmt: skip
+def test_addresses(name: str, is_one: bool) -> None:
+    assert is_address(name) == is_one
+
+
+def test_what_ranks_say_alike_but_for_their_number() -> None:
+    said = b"[rank3]: Rank 3, RANK=3, rank 31, step 3, crank3"
+    assert without_rank(said, 3) == b"[rank*]: Rank *, RANK=*, rank 31, step 3, crank3"

@@ -100,6 +100,8 @@ def test_a_rank_keeps_whole_every_tensor_that_reaches_into_its_part() -> None:
     assert flat_size(9, 2) == 12
     assert [touching(tensors, 2, rank) for rank in (0, 1)] == [8, 3 + 1 + 3]
     assert [touching(tensors, 1, 0)] == [10]
+    halves = (Tensor("a", (4,)), Tensor("b", (4,)))  # the one ends where the other's part begins
+    assert [touching(halves, 2, rank) for rank in (0, 1)] == [4, 4]
     for world_size in (1, 2, 3, 5):
         ranks = range(world_size)
         alone = setup(trainable=tensors, world_size=world_size)
