@@ -31,6 +31,7 @@ _MAY_BE_NULL = {
     "warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count", "step_size_down", "total_steps",
     "epochs", "steps_per_epoch",
 }  # fmt: skip
+_FP32_MAX = 3.4028234e38
 _ETAS = ((">0", "<1"), (">1",))
 _PAIR = "list of two numbers"
 
@@ -206,10 +207,18 @@ def _check_ranges(checker: Checker, path: tuple[str, str, str], name: str, kind:
     numbers = [number for number in (value if isinstance(value, list) else [value]) if number is not None]
     for position, number in enumerate(numbers):
         broken = broken_bound(_ETAS[position] if key == "etas" else bounds, number)
+        broken = broken or (_too_large(key, number) if path[0] == "optimizer" else None)
         if broken is not None:
             message = f"{number} is out of range: it must be {in_words(broken)}"
             checker.report("range", "error", path, message, _hint(path))
             return
+
+
+def _too_large(key: str, number: float) -> str | None:
+    """The bound that torch stops at in a step: what fp32 holds, and for whole numbers 64 bits."""
+    if key not in ("lr", "weight_decay") and isinstance(number, int) and abs(number) >= 2**64:
+        return f"<{2**64}"
+    return f"<={_FP32_MAX}" if abs(number) > _FP32_MAX else None
 
 
 def _hint(path: tuple[str, str, str]) -> str:

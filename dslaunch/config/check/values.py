@@ -44,6 +44,14 @@ _ANY_CASE = (
 )
 
 
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+# Sections that are pydantic models of DeepSpeed's, which leave out what is "auto".
+_DROP_AUTO = (
+    "zero_optimization", "fp16", "bf16", "compile", "tensor_parallel", *_MONITORS,
+    "hybrid_engine", "comms_logger", "timers",
+)  # fmt: skip
+
+
 def check_value(checker: Checker, path: KeyPath, key: Key, value: Any) -> None:
     """Report a value of the wrong type or range, ``auto`` that nobody fills, and nulls that break."""
     if path in checker.bad:
@@ -63,18 +71,10 @@ def check_auto(checker: Checker, path: KeyPath, key: Key) -> None:
     reader = checker.target.reader
     if key.path in FILLED[reader] or (key.path.startswith(_OWN_AUTO) and key.type != "never"):
         return
-    strict = key.section.partition(".")[0] in (
-        "zero_optimization",
-        "fp16",
-        "bf16",
-        "compile",
-        "tensor_parallel",
-    )
-    then = (
-        f"uses {key.default or 'its default'} in its place"
-        if strict and not key.is_section
-        else "trips over it"
-    )
+    drops = key.section.partition(".")[0] in _DROP_AUTO and not key.is_section
+    then = "trips over it"
+    if drops or key.path in _MONITORS:
+        then = f"uses {key.default or 'its default'} in its place"
     if reader == "raw":
         message = (
             f'"auto" means nothing to DeepSpeed, which {then}; only the Hugging Face Trainer fills it in'

@@ -115,6 +115,11 @@ class TestTrainers:
         finding = the("batch-beside-auto", json.dumps(config), reader="hf-trainer")
         assert (finding.severity, finding.key) == ("warning", "train_micro_batch_size_per_gpu")
 
+    def test_what_becomes_of_auto_is_told(self) -> None:
+        for key, then in [("tensorboard", "in its place"), ("aio", "trips over it")]:
+            finding = the("auto", json.dumps({**GOOD, key: "auto"}))
+            assert finding.severity == "error" and then in finding.message
+
     def test_accelerate_needs_a_zero_section(self) -> None:
         text = json.dumps({key: value for key, value in GOOD.items() if key != "zero_optimization"})
         assert the("unsharded", text, reader="accelerate").severity == "error"
