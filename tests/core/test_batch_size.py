@@ -124,8 +124,6 @@ def divides(sizes: dict[str, int]) -> bool:
         (1, None, None, 2, "train_batch_size 1 is not a multiple of world_size 2"),
         (64, 4, 4, 2, "x world_size 2 (= 32)"),
         (None, None, None, 2, "no batch size is given"),
-        (None, 4, None, 2, "train_micro_batch_size_per_gpu alone"),
-        (None, None, 4, 2, "gradient_accumulation_steps alone"),
     ],
 )
 def test_refusals(train: int | None, micro: int | None, steps: int | None, world: int, part: str) -> None:
@@ -146,3 +144,20 @@ def test_three_inconsistent_sizes_offer_each_way_out() -> None:
 @pytest.mark.parametrize(("value", "unit", "near"), [(10, 4, [8, 12]), (3, 4, [4]), (8, 4, [8, 12])])
 def test_nearest_multiples(value: int, unit: int, near: list[int]) -> None:
     assert nearest_multiples(value, unit) == near
+
+
+@pytest.mark.parametrize(
+    ("micro", "steps", "message", "hint"),
+    [
+        (4, None, "train_micro_batch_size_per_gpu alone does not say the batch size",
+         "set train_batch_size or gradient_accumulation_steps too"),
+        (None, 4, "gradient_accumulation_steps alone does not say the batch size",
+         "set train_batch_size or train_micro_batch_size_per_gpu too"),
+    ],
+)  # fmt: skip
+def test_one_factor_alone_asks_for_another(
+    micro: int | None, steps: int | None, message: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        solve(None, micro=micro, steps=steps)
+    assert (caught.value.message, caught.value.hint) == (message, hint)

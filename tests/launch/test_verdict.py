@@ -117,6 +117,24 @@ def test_the_block_of_our_own_worker_says_how_far_it_was() -> None:
     assert "  steps        none was logged\n" in early
 
 
+def test_a_log_that_stays_on_its_host_is_named_with_it() -> None:
+    first = end(0, 1)
+    for unshared, path in ((("n1",), "n1:/r/logs/rank-0.log"), (("n2",), "/r/logs/rank-0.log")):
+        outcome = Outcome(ends=(first,), first_failure=first, unshared_hosts=unshared)
+        assert f"  log          {path}\n" in render_end(outcome, RunDir(Path("/r")), shown=frozenset())
+
+
+def test_the_end_of_a_rank_as_its_agent_reports_it() -> None:
+    event = {
+        "rank": 1, "code": -9, "asked": True, "max_rss_kib": 3, "tail": ["a", "b"], "last": "b", "state": "D",
+        "facts": {"oom_kills": 2},
+    }  # fmt: skip
+    assert RankEnd.from_event(event, host="n2", seconds=4.5) == RankEnd(
+        rank=1, host="n2", code=-9, seconds=4.5, max_rss_bytes=3072, asked=True, tail=("a", "b"), last="b",
+        state="D", facts=HostFacts(oom_kills=2),
+    )  # fmt: skip
+
+
 def test_a_diverged_run_that_kept_its_last_step_is_replayed_next() -> None:
     first = end(0, 76)
     outcome = Outcome(ends=(first,), first_failure=first, own_worker=True)

@@ -71,6 +71,8 @@ def test_dropping_the_frozen_weights_from_checkpoints() -> None:
     whole = plan_memory(dataclasses.replace(lora(), exclude_frozen=False), None).checkpoint_bytes
     assert whole - small == pytest.approx(2 * FACTS.numel, abs=2_000_000)
     assert small == pytest.approx(14 * lora().numel, abs=2_000_000)
+    at_3 = plan_memory(setup(zero_stage=3), None).checkpoint_bytes  # masters and states, of all ranks
+    assert at_3 == pytest.approx(12 * FACTS.numel, rel=1e-4)
 
 
 def test_adapter_sizes() -> None:
