@@ -180,6 +180,13 @@ def _check_autocast(checker: Checker) -> None:
             "float16 with ZeRO: after the first overflow DeepSpeed 0.19.8 skips every step for ever",
             'use "bfloat16", or the fp16 section',
         )
+    if checker.precision in ("bf16", "fp16"):
+        message = (
+            f"{checker.precision} is on as well: it casts every weight, and autocast is for fp32 weights"
+        )
+        checker.report(
+            "contradiction", "warning", ("torch_autocast", "enabled"), message, "keep one of the two"
+        )
     path = ("torch_autocast", "lower_precision_safe_modules")
     names = checker.get(*path)
     alone = [name for name in names if "." not in name] if isinstance(names, list) else []

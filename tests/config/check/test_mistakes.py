@@ -180,6 +180,8 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("saves nothing", zero(3), "saves-nothing", "warning", "zero_optimization.stage"),
     ("fp32 accumulation at 0", {**zero(0), "data_types": {"grad_accum_dtype": "fp32"}}, "grad-accum-dtype", "error",
      "data_types.grad_accum_dtype"),
+    ("autocast beside bf16", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "contradiction", "warning",
+     "torch_autocast.enabled"),
     ("float16 autocast", {"bf16": OFF, "torch_autocast": {"enabled": True, "dtype": "float16"}}, "autocast-float16",
      "warning", "torch_autocast.dtype"),
     ("bf16 masters alone", {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "needs", "error",
