@@ -282,6 +282,7 @@ def _run_both(runs: tuple[_Run, ...]) -> int:
             break
         codes.append(outcome.exit_code)
         if outcome.cancelled_by is not None or _was_stopped(outcome.exit_code):
+            talk("a comparison that was stopped is not taken up again: to have both runs, start it anew")
             break
     return next((code for code in codes if code != EXIT_OK), EXIT_OK)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dslaunch.cli.talk import talk
+from dslaunch.core.errors import EXIT_CANCELLED_TERM
 
 if TYPE_CHECKING:
     from dslaunch.train.export import ExportReport
@@ -45,6 +48,7 @@ def command(
     from dslaunch.core.command import quote
 
     check_checkpoint(checkpoint)
+    cancel_on_term()
     from dslaunch.train.quiet import quiet_libraries, stdout_is_data
 
     quiet_libraries()
@@ -65,6 +69,16 @@ def command(
         talk(line)
     talk(f"next: dslaunch generate {quote(report.output)} --prompt TEXT")
     return 0
+
+
+def cancel_on_term() -> None:
+    """From now on SIGTERM ends this process by way of what removes a directory that is half written."""
+
+    def cancel(*_: object) -> None:
+        print("cancelled", file=sys.stderr)
+        raise SystemExit(EXIT_CANCELLED_TERM)
+
+    signal.signal(signal.SIGTERM, cancel)
 
 
 def _about_merge(report: ExportReport, onto_original: bool) -> list[str]:

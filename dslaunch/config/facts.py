@@ -40,8 +40,8 @@ class ModelAttention(NamedTuple):
 class PathFact:
     """What a path of the run file is. ``absolute`` is it as seen from where it was written.
 
-    ``fault``: why it cannot be read as data, as the end of "FILE ..."; of what is missing, if its
-    ending alone says so.
+    ``fault``: why it cannot be read as data, or is no model, as the end of "FILE ..."; of what is
+    missing, if its ending alone says so.
     """
 
     kind: Literal["file", "directory", "missing"]
@@ -260,7 +260,8 @@ def look_at_path(key: str, text: str, base: Path) -> PathFact:
     """What ``text``, written for ``key`` (of :func:`written_paths`), is as seen from ``base``."""
     path = Path(os.path.normpath(base / Path(text).expanduser()))
     if path.is_dir():
-        return PathFact("directory", str(path), fault=_data_fault(path) if _is_data_key(key) else None)
+        look = _data_fault if _is_data_key(key) else _model_fault if key == "model.path" else None
+        return PathFact("directory", str(path), fault=look(path) if look is not None else None)
     if path.exists():
         return PathFact("file", str(path), fault=_data_fault(path) if _is_data_key(key) else None)
     fault = _NO_DATA if _is_data_key(key) and text.lower().endswith(OTHER_SUFFIXES) else None
@@ -283,6 +284,10 @@ def _data_fault(path: Path) -> str | None:
         return "is empty" if path.stat().st_size == 0 else None
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+
+
+def _model_fault(directory: Path) -> str | None:
+    return None if (directory / "config.json").is_file() else "holds no config.json"
 
 
 def _names_a_place(text: str, path: Path) -> bool:

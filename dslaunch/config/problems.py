@@ -235,6 +235,7 @@ _KEY_HINTS = {
     "output.report_to": "write tensorboard, wandb or mlflow, or leave report_to out",
     "fp16": "choose 16 bit with precision: fp16; this section holds its loss scale",
     "fp16.loss_scale": "write dynamic; a fixed scale of 1 or less leaves gradients below 6e-8 at 0",
+    "task": "a run trains sft; plan --model and gen-config know --task for a script of your own",
     "zero_optimization.stage": "stage 3 shards all there is; offload_optimizer and offload_param save more",
     "deepspeed": "write the keys of the DeepSpeed JSON themselves here, as a mapping",
 }

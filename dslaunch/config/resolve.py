@@ -127,6 +127,9 @@ class _Parts:
         path = spec.path
         if fact.kind == "directory":
             kind, path = "directory", fact.absolute
+            if fact.fault is not None:
+                hint = "it must be a Hugging Face model directory, a hub id or a .gguf file"
+                self.report.fail("model.path", f"model.path: {path} {fact.fault}", hint)
         elif fact.kind == "file" and is_gguf(spec.path):
             kind, path = "gguf", fact.absolute
         elif fact.kind == "file":

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from dslaunch.core.command import quote
 from dslaunch.core.errors import (
     EXIT_CANCELLED_INT,
     EXIT_CANCELLED_TERM,
@@ -251,7 +252,7 @@ def _load_plan(run_dir: RunDir) -> dict[str, Any]:
     try:
         plan = json.loads(run_dir.plan.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        hint = "give the directory that `dslaunch launch` named, which holds plan.json"
+        hint = _other_directory(run_dir.path)
         raise ConfigError(f"{run_dir.path} holds no run: there is no plan.json in it", hint=hint) from None
     except OSError as error:
         raise ConfigError(f"cannot read {run_dir.plan}: {error.strerror}") from None
@@ -260,6 +261,15 @@ def _load_plan(run_dir: RunDir) -> dict[str, Any]:
     if not isinstance(plan, dict):
         raise ConfigError(f"{run_dir.plan} is no plan")
     return plan
+
+
+def _other_directory(path: Path) -> str:
+    """What a directory without a plan is, where that can be seen, and what to do with it."""
+    if runs := sorted(str(plan.parent) for plan in path.glob("*/plan.json")):
+        return f"the runs in it are {', '.join(runs)}"
+    if any((path / name).exists() for name in ("events.jsonl", "diagnosis.json")):
+        return f"a loop of one's own wrote it: `dslaunch diagnose {quote(str(path))}` reads it"
+    return "give the directory that `dslaunch launch` named, which holds plan.json"
 
 
 def _hosts(plan: dict[str, Any], path: Path) -> dict[str, int]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from dslaunch.core import file_lock
 from dslaunch.core.errors import EnvironmentNotReady, one_line
+from dslaunch.train.waiting import waiting_for
 
 COMMUNICATION_OP = "ShareMemCommBuilder"
 BUILD_TIMEOUT_S = 900.0
@@ -101,7 +102,7 @@ def prepare_op(builder_name: str, *, hint: str, timeout_s: float = BUILD_TIMEOUT
     put_interpreter_bin_on_path()
     check_build_tools()
     folder = extensions_root()
-    with _build_turn(folder / f".dslaunch-{name}.flock", timeout_s=timeout_s):
+    with _build_turn(folder, name, timeout_s=timeout_s):
         wait_for_torch_lock(folder / name / "lock", timeout_s=timeout_s)
         if not (folder / name / f"{name}.so").exists():
             print(f"building {name} in {folder} (once, about a minute)", file=sys.stderr)
@@ -152,11 +153,13 @@ def extensions_root() -> Path:
 
 
 @contextlib.contextmanager
-def _build_turn(path: Path, *, timeout_s: float) -> Iterator[None]:
+def _build_turn(folder: Path, name: str, *, timeout_s: float) -> Iterator[None]:
     """Hold the lock of one op's build."""
+    path = folder / f".dslaunch-{name}.flock"
+    busy = waiting_for(f"building {name} in {folder} (once, about a minute)")
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(file_lock.exclusive(path, timeout_s=timeout_s))
+            held.enter_context(file_lock.exclusive(path, timeout_s=timeout_s, on_wait=busy))
         except OSError as error:
             raise _unwritable(path, error) from error
         yield

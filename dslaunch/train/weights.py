@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from dslaunch.core.errors import ConfigError
-from dslaunch.core.run_dir import RunDir, checkpoint_step
+from dslaunch.core.run_dir import RunDir, checkpoint_step, checkpoint_steps
 from dslaunch.train.checkpoint.manifest import (
     Manifest,
     candidates,
@@ -62,7 +62,9 @@ def load_trained_weights(checkpoint: Path) -> TrainedWeights:
     manifest = read_manifest(checkpoint)
     fault = find_fault(checkpoint, manifest, manifest.files)
     if fault is not None:
-        raise ConfigError(f"checkpoint {checkpoint} is damaged: {fault}", hint="export an earlier one")
+        others = len(checkpoint_steps(checkpoint.parent)) > 1
+        hint = "export another one" if others else "put an intact copy of it back"
+        raise ConfigError(f"checkpoint {checkpoint} is damaged: {fault}", hint=hint)
     for name in manifest.files:
         if name.endswith(".pt"):
             check_pickle(checkpoint / name)

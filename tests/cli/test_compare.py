@@ -157,6 +157,7 @@ def test_ctrl_c_in_the_first_leaves_the_second_out(run_file: Path) -> None:
     stdout, stderr = process.communicate(timeout=30)
     assert process.returncode == 130, stderr
     assert "not started" in stdout
+    assert "to have both runs, start it anew" in stderr
     assert not (run_file.parent / "both/changed/plan.json").exists()
 
 

@@ -66,7 +66,7 @@ def test_an_empty_directory_is_no_data(tmp_path: Path) -> None:
     text = "model: d\ndata: {train: ./d}\n"
     paths = probe(tmp_path, text).paths
     assert paths["data.train[0].path"].fault == "is an empty directory"
-    assert paths["model.path"].fault is None
+    assert paths["model.path"].fault == "holds no config.json"
     (tmp_path / "d/a.csv").write_text("x")  # which `datasets` reads where it is in a directory
     assert probe(tmp_path, text).paths["data.train[0].path"].fault is None
 

@@ -97,6 +97,7 @@ def test_what_a_model_is(written: str, fact: PathFact, kind: str, path: str) -> 
         ("a/b/c", PathFact("missing", "/b/a/b/c"), "there is no a/b/c"),
         ("models/m", PathFact("missing", "/b/models/m", True, "/b/models/n"), "there is no models/m"),
         ("m.bin", PathFact("file", "/b/m.bin"), "m.bin is a file, but not a .gguf one"),
+        ("./m", PathFact("directory", "/b/m", fault="holds no config.json"), "/b/m holds no config.json"),
     ],
 )
 def test_a_path_that_is_not_there_is_never_taken_for_a_hub_id(

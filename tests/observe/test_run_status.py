@@ -163,8 +163,18 @@ def test_where_there_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run directory not found: /") as caught:
         load_status(tmp_path / "runn")
     assert caught.value.hint == f"did you mean {tmp_path / 'run'}?"
-    with pytest.raises(ConfigError, match="holds no run: there is no plan"):
+    with pytest.raises(ConfigError, match="holds no run: there is no plan") as caught:
         load_status(tmp_path / "run")
+    assert caught.value.hint == "give the directory that `dslaunch launch` named, which holds plan.json"
+    (tmp_path / "run/diagnosis.json").touch()
+    with pytest.raises(ConfigError) as caught:
+        load_status(tmp_path / "run")
+    assert caught.value.hint is not None and f"`dslaunch diagnose {tmp_path / 'run'}`" in caught.value.hint
+    (tmp_path / "run/base").mkdir()
+    (tmp_path / "run/base/plan.json").touch()
+    with pytest.raises(ConfigError) as caught:
+        load_status(tmp_path / "run")
+    assert caught.value.hint == f"the runs in it are {tmp_path / 'run/base'}"
     for launch in (3, {"topology": [1]}, {"topology": {"hosts": [{"name": "a"}]}}):
         (tmp_path / "run/plan.json").write_text(json.dumps({"launch": launch}))
         with pytest.raises(ConfigError, match="topology is not that of a plan"):

@@ -64,7 +64,7 @@ def test_torchs_lock_of_a_killed_build_is_removed(
 def test_a_build_of_another_process_is_waited_for_with_an_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each op has a lock of its own in the build directory."""
+    """Each op has a lock of its own in the build directory, and its builder is said to be at work."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with (
         file_lock.exclusive(tmp_path / ".dslaunch-fused_adam.flock"),

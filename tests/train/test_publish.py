@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,21 @@ def test_a_failure_changes_nothing(tmp_path: Path, locked: bool) -> None:
     with pytest.raises(RuntimeError):
         fail_half_way()
     assert names(tmp_path) == ["out"] and names(target) == ["old"]
+
+
+def test_a_term_in_an_export_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from dslaunch.cli.export import cancel_on_term\n"
+        "from dslaunch.train.publish import new_directory\n"
+        "cancel_on_term()\n"
+        "with new_directory(Path(sys.argv[1])) as scratch:\n"
+        "    (scratch / 'half').touch(); os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path / "out")]
+    found = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stderr) == (143, "cancelled\n")
+    assert names(tmp_path) == []
 
 
 def test_under_a_lock_the_leftover_of_any_process_is_removed(tmp_path: Path) -> None:

@@ -85,7 +85,8 @@ def _check_plan(
         if _is_missing(problem.key, facts):
             finding = replace(finding, code="path", severity="warning")
         elif not machine.world_known and problem.key in _SIZES and WORLD in finding.message:
-            finding = replace(finding, message=f"{finding.message}, so it fits no world size")
+            no = "world size" if loaded.spec.cluster.num_gpus_per_node is None else "number of nodes"
+            finding = replace(finding, message=f"{finding.message}, so it fits no {no}")
         found.append(finding)
     for risk in risks:
         text = risk.text.removeprefix(loaded.where(risk.key))

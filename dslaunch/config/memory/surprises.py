@@ -80,7 +80,8 @@ def _bucket(setup: Setup, plan: MemoryPlan) -> Surprise | None:
     """All of the bucket is allocated, however little is trained."""
     size, fitted = setup.zero.reduce_bucket_size, fitted_bucket(setup)
     saves = _saved(setup, plan, dataclasses.replace(setup.zero, reduce_bucket_size=fitted))
-    there = sum(item.size for item in plan.items if "reduce bucket" in item.name)
+    buckets = [item for item in plan.items if "reduce bucket" in item.name]
+    there = sum(item.size for item in buckets)
     if setup.zero_stage == 0 or fitted == size or there < _MATTERS * plan.peak_bytes:
         return None
     text = (
@@ -88,7 +89,10 @@ def _bucket(setup: Setup, plan: MemoryPlan) -> Surprise | None:
         f"although only {setup.numel:,} parameters are trained"
     )
     if saves < _MATTERS * plan.peak_bytes:
-        text += f": {there / 2**30:.2f} GiB, which are not there at the peak ({plan.phase})"
+        at_peak = any(plan.phase in item.when for item in buckets)
+        missing = f"which are not there at the peak ({plan.phase})"
+        why = "but another moment takes nearly as much" if at_peak else missing
+        text += f": {there / 2**30:.2f} GiB, {why}"
     return Surprise(text, ("zero_optimization.reduce_bucket_size", fitted), saves)
 
 

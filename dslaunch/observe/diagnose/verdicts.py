@@ -95,8 +95,8 @@ def _forward(story: Story) -> Iterator[Verdict]:
         "the steps were skipped, so the weights are not what broke: no loss scale can mend a forward pass"
         if loss.bad_with_skips or _is_known_forward(story)
         else "a loss that is nan or inf at once comes from the weights, the data or the precision",
-        "check the weights for nan and the labels of that batch (all ignored gives 0/0); use bf16 or fp32 "
-        "where activations pass 65504, the largest fp16 number",
+        "check the weights for nan and the labels of that batch (all ignored gives 0/0); under fp16, "
+        "whose largest number is 65504, activations may pass it: use bf16 or fp32 then",
         _places(place, loss.bad.last if still else None),
     )
 

@@ -214,6 +214,12 @@ class TestAnotherMachine:
         assert (finding.severity, finding.key, finding.line) == ("error", "train_batch_size", 3)
         assert finding.message.endswith("so it fits no world size")
 
+    def test_a_batch_that_fits_no_number_of_nodes(self, folder: Path) -> None:
+        text = f"{MODEL}{DATA}train_batch_size: 3\ncluster: {{num_gpus_per_node: 2, gpu: a100-80g}}\n"
+        (finding,) = check(folder, text)
+        message = "train_batch_size 3 is not a multiple of world_size 2, so it fits no number of nodes"
+        assert (finding.severity, finding.message) == ("error", message)
+
     @pytest.mark.parametrize(("steps", "fits"), [(1, True), (2, True), (3, False)])
     def test_three_sizes_without_a_world_size(self, folder: Path, steps: int, fits: bool) -> None:
         sizes = (
