@@ -14,6 +14,7 @@ def run_file(tmp_path: Path) -> Path:
     fake.write_text('#!/bin/sh\necho "$@"\n')
     fake.chmod(0o755)
     (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "data.jsonl").write_text('{"text": "x"}\n')
     path = tmp_path / "mine.yaml"
     path.write_text(

@@ -126,10 +126,11 @@ def test_checkpoints_without_end_are_warned_of(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("broken", ["{", "[]", "{}", None])
 def test_a_model_that_cannot_be_read_is_left_to_the_ranks(tmp_path: Path, broken: str | None) -> None:
+    whole = plan()
     if broken is None:
         (tmp_path / "model/config.json").unlink()
     else:
         (tmp_path / "model/config.json").write_text(broken)
-    assert disk_of_run(plan()) is None
+    assert disk_of_run(whole) is None
     (tmp_path / "model/model.safetensors").write_bytes(b"\xff" * 100)
-    assert disk_of_run(plan()) is None
+    assert disk_of_run(whole) is None

@@ -299,7 +299,7 @@ def test_a_run_of_another_script_has_its_ranks_logs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nowhere", "no such file"),
+        ("nowhere", "log not found"),
         ("empty", "no line of 0 tells"),
         ("other", "no line of 2 tells"),
         ("dir", "neither"),
