@@ -65,7 +65,7 @@ all paths that are not there and numbers that do not go together.
 
 - An unknown key is an error that names the nearest one. Keys at the top that begin with `x-` are yours.
 - `--set key=value` on any command that takes a run file sets a key (`--set optimizer.lr=1e-4`,
-  `--set data.train[0].path=a.jsonl`). Flags beat the file, and `--set key=null` unsets one.
+  `--set data.train[0].path=a.jsonl`). Flags beat `--set` and the file, and `--set key=null` unsets one.
 - Paths in the file are relative to the file; paths on the command line, to where it was typed.
 - Numbers may be written as `1e-5` or `5e8`; a number in quotes is text, and an error where a number
   is meant. `no`, `yes`, `on` and `off` are truth values to YAML: quote them where text is meant.
