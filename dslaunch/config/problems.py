@@ -215,8 +215,6 @@ def _wanted(error: Any) -> str:
         return f"a multiple of {step}, as {int(error['input']) // step * step + step} is"
     if kind == "literal_error":
         return "one of " + re.sub(r"'", "", str(context["expected"])).replace(" or ", ", ")
-    if kind in ("too_short", "too_long", "string_too_short"):
-        return _LENGTHS[kind]
     if kind == "string_pattern_mismatch":
         return "letters, digits, `.`, `_` and `-` alone, beginning with a letter or digit"
     if kind == "tuple_type":
@@ -240,11 +238,6 @@ _KEY_HINTS = {
     "deepspeed": "write the keys of the DeepSpeed JSON themselves here, as a mapping",
 }
 _MAIN_KEYS = {"zero_optimization": "stage", "data": "train", "optimizer": "type", "scheduler": "type"}
-_LENGTHS = {
-    "too_short": "a list with enough entries",
-    "too_long": "a list with so few entries",
-    "string_too_short": "text with something in it",
-}
 _WANTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -253,6 +246,9 @@ _WANTED = {
     "bool_type": "true or false",
     "string_type": "text",
     "dict_type": "a mapping",
+    "too_short": "a list with enough entries",
+    "too_long": "a list with so few entries",
+    "string_too_short": "text with something in it",
 }
 
 

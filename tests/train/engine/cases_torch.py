@@ -101,9 +101,9 @@ def course(precision: str, *, accumulation: int = 1, **fp16: Any) -> dict[str, A
     return {**columns, "global_step": engine.global_step, "skipped_steps": engine.skipped_steps}
 
 
-def at_minimum_scale() -> dict[str, Any]:
-    """Scale 4, then 2, then nowhere to go."""
-    engine = torch_engine(OneWeight(), "fp16", initial_scale_power=2, min_loss_scale=2)
+def at_minimum_scale(floor: float = 2) -> dict[str, Any]:
+    """Scale 4, then the floor, then nowhere to go."""
+    engine = torch_engine(OneWeight(), "fp16", initial_scale_power=2, min_loss_scale=floor)
     scales = []
     for _ in range(6):
         engine.backward(engine(torch.tensor([math.inf if RANK == 0 else 0.01])))
@@ -277,6 +277,7 @@ def all_cases() -> dict[str, Case]:
         "torch/course-bf16": lambda: course("bf16"),
         "torch/course-fp32": lambda: course("fp32"),
         "torch/minimum": at_minimum_scale,
+        "torch/minimum-between": lambda: at_minimum_scale(3),
         "torch/clipped": clipped,
         "torch/adamw": adamw,
         "torch/without-end": without_end,

@@ -94,11 +94,15 @@ def test_a_static_scale_and_none_never_move(two_ranks: CaseResults, kind: str, s
     assert set(two_ranks[f"torch/{kind}"]["after"]) == {scale}
 
 
-def test_an_overflow_at_the_minimum_scale_is_diverged_on_every_rank(two_ranks: CaseResults) -> None:
+@pytest.mark.parametrize(("case", "floor"), [("minimum", 2), ("minimum-between", 3)])
+def test_an_overflow_at_the_minimum_scale_is_diverged_on_every_rank(
+    two_ranks: CaseResults, case: str, floor: int
+) -> None:
+    """A floor that halving would jump over is held too."""
     for rank in (0, 1):
-        result = two_ranks.of_rank(rank, "torch/minimum")
-        assert (result["scales"], result["exit_code"]) == ([2.0], 76)
-        assert "minimum loss scale 2" in result["error"]
+        result = two_ranks.of_rank(rank, f"torch/{case}")
+        assert (result["scales"], result["exit_code"]) == ([float(floor)], 76)
+        assert f"minimum loss scale {floor}" in result["error"]
 
 
 def test_clipping_comes_after_unscaling(two_ranks: CaseResults) -> None:
