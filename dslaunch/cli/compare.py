@@ -255,7 +255,8 @@ def _claimed(pair: _Pair) -> Iterator[tuple[_Run, _Run]]:
     try:
         yield dataclasses.replace(pair, is_named=True).at(root).runs
     except DslaunchError:
-        remove_failed_start(root / BASE)
+        if (root / BASE).is_dir():
+            remove_failed_start(root / BASE)
         if not any(root.iterdir()):
             root.rmdir()
             talk(f"no rank was started; removed {root}")

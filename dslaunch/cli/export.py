@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,7 +75,7 @@ def cancel_on_term() -> None:
     """From now on SIGTERM ends this process by way of what removes a directory that is half written."""
 
     def cancel(*_: object) -> None:
-        print("cancelled", file=sys.stderr)
+        os.write(2, b"cancelled\n")  # print may be the very thing that is interrupted
         raise SystemExit(EXIT_CANCELLED_TERM)
 
     signal.signal(signal.SIGTERM, cancel)

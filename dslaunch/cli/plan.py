@@ -184,6 +184,8 @@ def dtype_lines(found: dict[str, str]) -> list[str]:
 def _why(name: str, dtype: str) -> str:
     if name in ("rotary_tables", "loss", "master_weights"):
         return "in every precision"
+    if dtype.startswith("as "):
+        return "see what its patterns match"
     return "packed as bytes" if dtype in ("uint8", "int8") else "follows from precision"
 
 

@@ -37,11 +37,16 @@ class DslaunchError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self._added: list[str] = []
 
     @property
     def __notes__(self) -> list[str]:
         """Below the traceback of a script that does not catch it, Python (from 3.11) prints the hint."""
-        return [f"hint: {self.hint}"] if self.hint else []
+        return [*([f"hint: {self.hint}"] if self.hint else []), *self._added]
+
+    def add_note(self, note: str) -> None:
+        """One more line below the traceback."""
+        self._added.append(note)
 
     def format(self) -> str:
         """The text for stderr: ``Error: ...`` and, where there is one, ``hint: ...``."""

@@ -26,16 +26,28 @@ def looked_in(path: Path | str) -> str:
 
 
 def nearest_path(path: Path, wanted: Callable[[Entry], bool] | None = None) -> str | None:
-    """An existing path with a name close to ``path``'s, or with its name in a folder close to its own.
+    """An existing path with a name close to ``path``'s, or with its name in a folder near.
 
     ``wanted``: which entries of a folder count; all, where not given.
     """
     if path.parent.is_dir():
         near = _near_name(path.parent, path.name, wanted)
-        return str(path.parent / near) if near else None
+        return str(path.parent / near) if near else _in_a_folder(path) if wanted is None else None
     folder = _near_name(path.parent.parent, path.parent.name, os.DirEntry.is_dir)
     candidate = path.parent.parent / folder / path.name if folder else None
     return str(candidate) if candidate is not None and candidate.exists() else None
+
+
+def _in_a_folder(path: Path) -> str | None:
+    """The file of that name one folder further down, where there is but one."""
+    try:
+        with os.scandir(path.parent) as entries:
+            folders = [entry.name for entry in entries if entry.is_dir()]
+    except OSError:
+        return None
+    found = [str(path.parent / folder / path.name) for folder in folders]
+    there = [name for name in found if os.path.isfile(name)]
+    return there[0] if len(there) == 1 else None
 
 
 def _near_name(folder: Path, name: str, wanted: Callable[[Entry], bool] | None) -> str | None:

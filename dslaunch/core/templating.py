@@ -135,7 +135,7 @@ def _render(source: TemplateFile | str, context: Mapping[str, Any], *, marked: b
 
 
 def _sandbox() -> type[jinja2.sandbox.SandboxedEnvironment]:
-    """jinja2's sandbox without powers that take for ever: no signal ends the computing of an integer."""
+    """jinja2's sandbox without endless powers: a signal is seen only between their multiplications."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Sandbox(ImmutableSandboxedEnvironment):

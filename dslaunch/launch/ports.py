@@ -31,9 +31,9 @@ class PortLease:
 
 
 def port_seed(environ: Mapping[str, str], restart: str = "0") -> str | None:
-    """What a free port is chosen by in a batch job, so that each start there has its own; None: by chance.
+    """What a free port is chosen by in a batch job, so that each restart has its own; None: by chance.
 
-    A rank of an earlier start that lives on behind a cut cable is not to find the next one.
+    A rank of the start before that lives on behind a cut cable is not to find the next one.
     """
     job = next((environ[name] for name in _JOB_IDS if environ.get(name)), None)
     return job and "/".join([job, *(environ.get(name, "") for name in _WHICH), restart])

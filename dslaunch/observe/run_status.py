@@ -266,7 +266,8 @@ def _load_plan(run_dir: RunDir) -> dict[str, Any]:
 def _other_directory(path: Path) -> str:
     """What a directory without a plan is, where that can be seen, and what to do with it."""
     if runs := sorted(str(plan.parent) for plan in path.glob("*/plan.json")):
-        return f"the runs in it are {', '.join(runs)}"
+        more = f"{len(runs)} runs, among them " if len(runs) > 8 else ""
+        return f"it holds {more}{', '.join(runs[-8:])}"
     if any((path / name).exists() for name in ("events.jsonl", "diagnosis.json")):
         return f"a loop of one's own wrote it: `dslaunch diagnose {quote(str(path))}` reads it"
     return "give the directory that `dslaunch launch` named, which holds plan.json"

@@ -52,10 +52,11 @@ def _swap(scratch: Path, target: Path) -> None:
         os.rename(scratch, target)
         return
     old = target.parent / f".{target.name}.old-{os.getpid()}"
-    os.rename(target, old)
     try:
+        os.rename(target, old)
         os.rename(scratch, target)
-    except OSError:
-        os.rename(old, target)
+    except BaseException:  # a signal's, too
+        if old.exists() and not target.exists():
+            os.rename(old, target)
         raise
     shutil.rmtree(old, ignore_errors=True)

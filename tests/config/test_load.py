@@ -371,6 +371,15 @@ def test_a_missing_file_names_a_near_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run file not found") as caught:
         load_run_file(tmp_path / "quickstrat.yaml")
     assert caught.value.hint == f"did you mean {tmp_path / 'quickstart.yaml'}?"
+    for folder, hint in (
+        ("a", f"did you mean {tmp_path / 'a/mine.yaml'}?"),
+        ("b", None),
+    ):  # of two it is neither
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.yaml").touch()
+        with pytest.raises(ConfigError, match="run file not found") as caught:
+            load_run_file(tmp_path / "mine.yaml")
+        assert caught.value.hint == hint
 
 
 def test_a_missing_key_names_the_file() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dslaunch.core.errors import one_line
+from dslaunch.core.errors import DslaunchError, one_line
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,10 @@ from dslaunch.core.errors import one_line
 )
 def test_an_error_on_one_line(text: str, line: str) -> None:
     assert one_line(ValueError(text), limit=20 if "x" in text else 300) == line
+
+
+def test_a_traceback_ends_with_the_hint_and_what_was_added() -> None:
+    error = DslaunchError("no", hint="first")
+    error.add_note("more")
+    error.hint = "second"
+    assert error.__notes__ == ["hint: second", "more"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,13 @@ NEVER = float("inf")
 
 
 @pytest.fixture
-def stopping(tmp_path: Path) -> Stopping:
+def stopping(tmp_path: Path) -> Iterator[Stopping]:
     plan = LaunchPlan(
         argv=("x",), topology=local_topology(1), run_dir=str(tmp_path), cwd="/",
         failure_grace_s=5.0, checkpoint_grace_s=120.0,
     )  # fmt: skip
-    inbox = SignalInbox()
-    return Stopping(plan, Links(inbox.fd, inbox.drain), lambda text: None)
+    with SignalInbox() as inbox:
+        yield Stopping(plan, Links(inbox.fd, inbox.drain), lambda text: None)
 
 
 def test_the_first_stop_at_a_checkpoint_says_when_all_must_have_stopped(stopping: Stopping) -> None:

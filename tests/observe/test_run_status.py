@@ -174,7 +174,14 @@ def test_where_there_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "run/base/plan.json").touch()
     with pytest.raises(ConfigError) as caught:
         load_status(tmp_path / "run")
-    assert caught.value.hint == f"the runs in it are {tmp_path / 'run/base'}"
+    assert caught.value.hint == f"it holds {tmp_path / 'run/base'}"
+    for number in range(10):
+        (tmp_path / f"run/base-{number}").mkdir()
+        (tmp_path / f"run/base-{number}/plan.json").touch()
+    with pytest.raises(ConfigError) as caught:
+        load_status(tmp_path / "run")
+    assert caught.value.hint is not None and caught.value.hint.count("/run/base-") == 8
+    assert caught.value.hint.startswith("it holds 11 runs, among them ")
     for launch in (3, {"topology": [1]}, {"topology": {"hosts": [{"name": "a"}]}}):
         (tmp_path / "run/plan.json").write_text(json.dumps({"launch": launch}))
         with pytest.raises(ConfigError, match="topology is not that of a plan"):

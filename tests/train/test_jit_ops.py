@@ -62,15 +62,18 @@ def test_torchs_lock_of_a_killed_build_is_removed(
 
 
 def test_a_build_of_another_process_is_waited_for_with_an_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each op has a lock of its own in the build directory, and its builder is said to be at work."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(file_lock, "SAY_AFTER_S", 0.0)
     with (
         file_lock.exclusive(tmp_path / ".dslaunch-fused_adam.flock"),
         pytest.raises(EnvironmentNotReady, match=rf"fused_adam\.flock is held by process {os.getpid()}"),
     ):
-        jit_ops.prepare_op("FusedAdamBuilder", hint="", timeout_s=0)
+        jit_ops.prepare_op("FusedAdamBuilder", hint="", timeout_s=0.01)
+    said = f"waiting for process {os.getpid()} on {os.uname().nodename}: building fused_adam in {tmp_path}"
+    assert said in capsys.readouterr().err
 
 
 def test_upstream_waits_for_a_lock_that_nobody_holds(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ _TESTED_WITH_ZERO = frozenset({
     "adagrad", "adam", "adamw", "deepspeedcpuadagrad", "deepspeedcpuadam", "deepspeedcpulion", "fusedadam",
     "fusedlion", "zenflowcpuadam",
 })  # fmt: skip
+_OF_DEEPSPEED_ON_CPU = ("DeepSpeedCPUAdam", "DeepSpeedCPULion")  # what zero_force_ds_cpu_optimizer lets pass
 _VOUCH = "zero_allow_untested_optimizer"
 
 
@@ -188,8 +189,8 @@ def let_own_optimizer_be_offloaded(
     block = config.get("zero_optimization")
     offload = block.get("offload_optimizer") if isinstance(block, Mapping) else None
     device = offload.get("device") if isinstance(offload, Mapping) else None
-    key, has_its_own = "zero_force_ds_cpu_optimizer", optimizer_name.startswith("DeepSpeedCPU")
-    if device != "cpu" or key in config or has_its_own:
+    key = "zero_force_ds_cpu_optimizer"
+    if device != "cpu" or key in config or optimizer_name in _OF_DEEPSPEED_ON_CPU:
         return config, None
     note = (
         f"offload_optimizer cpu with an optimizer of your own: {key} is set to false; {optimizer_name} takes "

@@ -36,7 +36,8 @@ def prepare(
     name = own or ds_config.optimizer_type(settings)
     settings, clipping = ds_config.write_clipping(settings, name)
     settings, stage = ds_config.run_16bit_stage_0_as_stage_1(settings, name)
-    settings, untested = ds_config.vouch_for_elementwise(settings, name, is_client=own is not None)
+    known = None if _is_made_elsewhere(optimizer) else name
+    settings, untested = ds_config.vouch_for_elementwise(settings, known, is_client=own is not None)
     settings, offload = ds_config.let_own_optimizer_be_offloaded(settings, own) if own else (settings, None)
     fp16 = permit_fp16(ds_config.precision_of(settings), allow_emulated_fp16)
     notes = (muon, clipping, stage, untested, offload, fp16)
@@ -59,6 +60,12 @@ def permit_fp16(precision: str, allow_emulated_fp16: bool) -> str | None:
         )
     cures.permit_emulated_fp16()
     return "fp16 is emulated on this CPU: right, but slow; for tests and debugging only"
+
+
+def _is_made_elsewhere(optimizer: Any) -> bool:
+    """Whether ``optimizer`` is a function: its name says nothing of the class that it will make."""
+    made_by = getattr(optimizer, "func", optimizer)
+    return callable(made_by) and not isinstance(made_by, (type, torch.optim.Optimizer))
 
 
 def _optimizer_name(optimizer: Any) -> str | None:

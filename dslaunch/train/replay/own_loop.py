@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from dslaunch.core.errors import ConfigError, Diverged, one_line
 from dslaunch.losses.sft import TokenLoss
@@ -98,12 +99,16 @@ class _Open:
 
     call: Call
     trained_by: bool = False  # a gradient has come to its output; or there is none that could be watched
+    hooks: tuple[RemovableHandle, ...] = ()
 
     def watch(self, output: Any) -> None:
         ends = [tensor for _, tensor in _tensors(output) if tensor.requires_grad]
         self.trained_by = not ends
-        for end in ends:
-            end.register_hook(self._see)
+        self.hooks = tuple(end.register_hook(self._see) for end in ends)
+
+    def let_go(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
     def _see(self, gradient: torch.Tensor) -> None:
         self.trained_by = True
@@ -139,11 +144,16 @@ class Recorder:
         """After a backward, the end of a micro-batch: it has the calls that a gradient came to."""
         step = self._begin(engine)
         step.calls.append(tuple(held.call for held in self._calls if held.trained_by))
+        for held in self._calls:
+            if held.trained_by:
+                held.let_go()
         step.num_tokens, self._calls = num_tokens, [held for held in self._calls if not held.trained_by]
 
     def see_step(self, result: StepResult) -> None:
         """The end of a window. Calls that nothing was trained by are let go."""
         self._recent.end(result)
+        for held in self._calls:
+            held.let_go()
         self._open, self._calls = None, []
 
     def suspect(self, engine: TrainingEngine, step: int | None) -> tuple[OwnWindow, bool] | None:

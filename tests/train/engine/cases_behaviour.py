@@ -90,14 +90,18 @@ def made_by_callable() -> list[Any]:
         return [engine.zero_stage, *master(engine.module.w)]
 
 
-def own_optimizer(stage: int, *, offload: bool = False) -> list[Any]:
-    """SGD handed over, without the flags that DeepSpeed asks for: it trains, and what was said."""
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1.0)
+
+
+def own_optimizer(stage: int, *, offload: bool = False, made_by: Any = None) -> list[Any]:
+    """SGD, or ``made_by``, without the flags that DeepSpeed asks for: it trains, and what was said."""
     settings, said = config(stage, optimizer={}), list[str]()
     del settings["zero_allow_untested_optimizer"]
     if offload:
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     model = OneWeight()
-    made = torch.optim.SGD(model.parameters(), lr=1.0)
+    made = made_by or torch.optim.SGD(model.parameters(), lr=1.0)
     with engine_for(model, settings, optimizer=made, on_note=said.append) as engine:
         step_once(engine, 1.0)
         return [said, master(engine.module.w)]
@@ -148,6 +152,7 @@ def all_cases() -> dict[str, Case]:
     cases["renamed"] = renamed_upstream
     cases["callable"] = made_by_callable
     cases["own/2"] = lambda: own_optimizer(2)
+    cases["own/2/function"] = lambda: own_optimizer(2, made_by=make_optimizer)
     cases["own/3/offload"] = lambda: own_optimizer(3, offload=True)
     cases["lazy"] = lazy_and_flag
     cases["token-counts"] = wrong_token_counts

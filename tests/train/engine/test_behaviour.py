@@ -55,6 +55,8 @@ def test_an_elementwise_optimizer_of_ones_own_gets_the_flags_that_deepspeed_asks
         "offload_optimizer cpu with an optimizer of your own: zero_force_ds_cpu_optim"
     )
     assert vouched and trained == also == [-1.0]
+    said, by_a_function = two_ranks["own/2/function"]  # of which nobody knows the class yet
+    assert said == [] and by_a_function == pytest.approx([-1.0], rel=1e-6)
 
 
 def test_no_flag_is_given_that_nobody_asked_for_or_over_the_users_own() -> None:
@@ -67,6 +69,7 @@ def test_no_flag_is_given_that_nobody_asked_for_or_over_the_users_own() -> None:
     forcing = {**cpu, "zero_force_ds_cpu_optimizer": True}
     for config, name in ((stage_2, "SGD"), (cpu, "DeepSpeedCPUAdam"), (forcing, "SGD")):
         assert ds_config.let_own_optimizer_be_offloaded(config, name) == (config, None)
+    assert ds_config.let_own_optimizer_be_offloaded(cpu, "DeepSpeedCPUAdagrad")[1] is not None
 
 
 def test_a_flag_of_one_rank_reaches_the_others_and_results_may_be_read_late(two_ranks: CaseResults) -> None:
