@@ -44,7 +44,12 @@ def test_a_run_that_goes_on_and_is_then_cancelled(tmp_path: Path, capsys: pytest
 
 def test_a_run_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(tmp_path / "run")
-    with launched(tmp_path, "print(f'bad {rank}', file=sys.stderr); sys.exit(9 * rank)") as job:
+    code = (
+        "print(f'bad {rank}', file=sys.stderr, flush=True)\n"
+        f"while rank and 'bad 0' not in open('{run}/logs/rank-0.log').read(): time.sleep(0.02)\n"
+        "sys.exit(9 * rank)"
+    )
+    with launched(tmp_path, code) as job:
         assert job.wait()[0] == 9
     out = said(capsys, "status", run)
     assert "failed after" in out
