@@ -14,24 +14,55 @@ class LocalGradients:
     is not finite if one of its terms is not, and costs one pass over the gradient; it stays on
     the device. (The sum of huge finite numbers may overflow as well: what this finds is read only
     where DeepSpeed has skipped the step.)
+
+    The sums are written into one vector that is kept. A tensor for each would lie between the gradients
+    in the heap, which the allocator then cannot hand back in one piece: the page faults of that cost
+    more than the sums (docs/numerics.md, "What watching costs").
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._sums: dict[torch.dtype, list[torch.Tensor]] = {}
-        self._handles = [p.register_hook(self._see) for p in parameters if p.requires_grad]
+        trained = [p for p in parameters if p.requires_grad]
+        self._size = len(trained) + 1  # one more: the first holds what did not fit
+        self._sums: dict[torch.dtype, _Sums] = {}
+        self._handles = [p.register_hook(self._see) for p in trained]
 
     def _see(self, gradient: torch.Tensor) -> None:
+        gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient._values()
         # Sums of fp16 must not overflow by themselves; bf16 is added up in fp32 inside of the kernel.
         dtype = torch.float32 if gradient.dtype == torch.float16 else gradient.dtype
-        total = gradient.detach().sum(dtype=dtype)
-        self._sums.setdefault(total.dtype, []).append(total)
+        if dtype not in self._sums:
+            self._sums[dtype] = _Sums(torch.zeros(self._size, dtype=dtype, device=gradient.device))
+        self._sums[dtype].add(gradient)
 
     def take(self) -> torch.Tensor | None:
         """A scalar, finite if and only if all gradients since the last call were; None: there were none."""
-        parts = [torch.stack(sums).sum(dtype=torch.float32) for sums in self._sums.values()]
-        self._sums.clear()
+        parts = [sums.take() for sums in self._sums.values() if sums.count]
         return torch.stack(parts).sum() if parts else None
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+class _Sums:
+    """Sums of gradients, in a vector of at least two that is made once."""
+
+    def __init__(self, vector: torch.Tensor) -> None:
+        self._vector = vector
+        self.count = 0
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Write the sum of all elements into the next place."""
+        if self.count == len(self._vector):  # a parameter was met more than once
+            self._vector[0] = self._vector.sum()
+            self.count = 1
+        torch.sum(gradient, dim=None, dtype=self._vector.dtype, out=self._vector[self.count])
+        self.count += 1
+
+    def take(self) -> torch.Tensor:
+        """The sum of them, in fp32, and begin anew."""
+        total = self._vector[: self.count].sum(dtype=torch.float32)
+        self.count = 0
+        return total
