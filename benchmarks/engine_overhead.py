@@ -1,6 +1,7 @@
 """What the engine costs: CPU time of a step with all watches on, over a bare DeepSpeed loop.
 
-    python benchmarks/engine_overhead.py [--rounds 3] [--steps 20] [--tokens 512] [--control] [--json]
+    python benchmarks/engine_overhead.py [--rounds 3] [--steps 20] [--tokens 512]
+                                         [--precision fp32|bf16] [--control] [--json]
 
 Both engines live in one process, on copies of one model (17 million weights in 16 linear layers), and
 take turns: each step of the one is followed by one of the other, the first of a pair changing. A round
@@ -33,6 +34,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 LIMIT, SHORTEST_S = 1.03, 0.3
 WIDTH, LAYERS = 512, 8
+PRECISIONS = ("fp32", "bf16")
 
 
 def main() -> int:
@@ -40,11 +42,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="processes for each precision")
     parser.add_argument("--steps", type=int, default=20, help="pairs of steps in a round")
     parser.add_argument("--tokens", type=int, default=512, help="rows of the batch")
+    parser.add_argument("--precision", choices=PRECISIONS, action="append", help="these alone")
     parser.add_argument("--control", action="store_true", help="two bare engines: what the measure says")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
-    for precision in ("fp32", "bf16"):
+    for precision in options.precision or PRECISIONS:
         rounds = [
             in_fresh_process(precision, options.steps, options.tokens, options.control, bool(number % 2))
             for number in range(options.rounds)
