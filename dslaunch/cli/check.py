@@ -125,7 +125,7 @@ def installed_version() -> str | None:
 def read_bytes(path: str) -> bytes | CheckedFile:
     """The content of a file or of stdin (``-``); what is said about it where it cannot be read."""
     from dslaunch.config.check.files import missing_file, unreadable_file
-    from dslaunch.core.bounded import read_bounded, read_stream
+    from dslaunch.core.bounded import hint_of, read_bounded, read_stream
 
     try:
         if path == "-":
@@ -134,7 +134,7 @@ def read_bytes(path: str) -> bytes | CheckedFile:
     except FileNotFoundError:
         return missing_file(path, Path.cwd())
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        return unreadable_file(path, getattr(error, "strerror", None) or str(error))
+        return unreadable_file(path, getattr(error, "strerror", None) or str(error), hint_of(error))
 
 
 def report(checked: list[CheckedFile], *, strict: bool, as_json: bool, err: bool = False) -> int:

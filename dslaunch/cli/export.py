@@ -6,6 +6,9 @@ import dataclasses
 import json
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,14 +51,16 @@ def command(
     from dslaunch.core.command import quote
 
     check_checkpoint(checkpoint)
-    cancel_on_term()
-    from dslaunch.train.quiet import quiet_libraries, stdout_is_data
+    with cancelled_by_term():
+        from dslaunch.train.quiet import quiet_libraries, stdout_is_data
 
-    quiet_libraries()
-    with stdout_is_data():
-        from dslaunch.train.export import export_checkpoint
+        quiet_libraries()
+        with stdout_is_data():
+            from dslaunch.train.export import export_checkpoint
 
-        report = export_checkpoint(checkpoint, output, merge=merge, onto_original=onto_original, force=force)
+            report = export_checkpoint(
+                checkpoint, output, merge=merge, onto_original=onto_original, force=force
+            )
     if as_json:
         click.echo(json.dumps({"schema_version": 1, **dataclasses.asdict(report)}, indent=2))
         return 0
@@ -71,14 +76,25 @@ def command(
     return 0
 
 
-def cancel_on_term() -> None:
-    """From now on SIGTERM ends this process by way of what removes a directory that is half written."""
+@contextmanager
+def cancelled_by_term() -> Iterator[None]:
+    """While entered, SIGTERM ends this process by way of what removes a directory that is half written.
 
-    def cancel(*_: object) -> None:
-        os.write(2, b"cancelled\n")  # print may be the very thing that is interrupted
-        raise SystemExit(EXIT_CANCELLED_TERM)
+    Only a main thread can have handlers; elsewhere SIGTERM does what it did.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = signal.signal(signal.SIGTERM, _cancel)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
-    signal.signal(signal.SIGTERM, cancel)
+
+def _cancel(*_: object) -> None:
+    os.write(2, b"cancelled\n")  # print may be the very thing that is interrupted
+    raise SystemExit(EXIT_CANCELLED_TERM)
 
 
 def _about_merge(report: ExportReport, onto_original: bool) -> list[str]:

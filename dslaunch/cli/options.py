@@ -331,7 +331,7 @@ def load_and_resolve_with_spec(
 def load_run_spec(run_file: str, set_: tuple[str, ...], flags: Mapping[str, Any]) -> LoadedSpec[Any]:
     """Read and check a run file (``-``: stdin) with ``--set`` and flags applied."""
     from dslaunch.config.load import decode, load_run_file
-    from dslaunch.core.bounded import read_stream
+    from dslaunch.core.bounded import hint_of, read_stream
     from dslaunch.core.errors import ConfigError
 
     overrides = flag_overrides(flags)
@@ -340,7 +340,7 @@ def load_run_spec(run_file: str, set_: tuple[str, ...], flags: Mapping[str, Any]
     try:
         text = decode(read_stream(sys.stdin.buffer, "<stdin>"), "<stdin>")
     except OSError as error:
-        raise ConfigError(f"cannot read <stdin>: {error.strerror}") from None
+        raise ConfigError(f"cannot read <stdin>: {error.strerror}", hint=hint_of(error)) from None
     return load_run_file(Path("<stdin>"), set_, overrides, text=text)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from dslaunch.config.load import LoadedSpec
 from dslaunch.config.spec import RunSpec
 from dslaunch.core.allocation import Allocation, probe_allocation
-from dslaunch.core.bounded import open_regular, read_bounded
+from dslaunch.core.bounded import hint_of, open_regular, read_bounded
 from dslaunch.core.data_files import DATA_SUFFIXES, OTHER_SUFFIXES, is_data_file
 from dslaunch.core.devices import Inventory, probe_inventory
 from dslaunch.core.errors import ConfigError, ConfigErrors, HostfileError
@@ -192,7 +192,9 @@ def load_template(fact: PathFact, where: str, cwd: Path) -> TemplateFile:
         return TemplateFile(name, read_bounded(path).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{where}deepspeed_template: cannot read {name}: {reason}") from None
+        raise ConfigError(
+            f"{where}deepspeed_template: cannot read {name}: {reason}", hint=hint_of(error)
+        ) from None
 
 
 def _read(fact: PathFact, where: str, what: str, kind: type[ConfigError], hint: str | None) -> str:
@@ -204,7 +206,7 @@ def _read(fact: PathFact, where: str, what: str, kind: type[ConfigError], hint: 
         return read_bounded(Path(fact.absolute)).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise kind(f"{where}cannot read {what} {fact.absolute}: {reason}") from None
+        raise kind(f"{where}cannot read {what} {fact.absolute}: {reason}", hint=hint_of(error)) from None
 
 
 def looks_like_path(text: str) -> bool:

@@ -27,7 +27,7 @@ from dslaunch.config.spec import CommandSpec, RunSpec
 from dslaunch.config.spec_engine import EngineSpec
 from dslaunch.config.spec_parts import Section
 from dslaunch.config.yaml_tree import Tree, key_text, parse_yaml
-from dslaunch.core.bounded import read_bounded
+from dslaunch.core.bounded import hint_of, read_bounded
 from dslaunch.core.errors import ConfigError, ConfigErrors
 from dslaunch.core.missing_path import not_found
 
@@ -148,7 +148,7 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         raise not_found("run file", path) from None
     except OSError as error:
-        raise ConfigError(f"cannot read run file {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read run file {path}: {error.strerror}", hint=hint_of(error)) from None
     return decode(data, str(path))
 
 

@@ -18,6 +18,19 @@ WRITER_WAIT_S = 3  # for one end of a pipe to be opened after the other
 LARGEST_READ = 16 * 2**20  # of run files, configs, templates: the largest seen are below 1 MiB
 
 
+class NotRead(OSError):
+    """What could be read, and is not."""
+
+    def __init__(self, number: int, why: str, name: str, hint: str) -> None:
+        super().__init__(number, why, name)
+        self.hint = hint
+
+
+def hint_of(error: BaseException) -> str | None:
+    """What to do about an error of reading, where it tells."""
+    return error.hint if isinstance(error, NotRead) else None
+
+
 def read_bounded(path: Path) -> bytes:
     """The content of a file that people write. Raises OSError, also for one of more than 16 MiB."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -54,7 +67,8 @@ def _first_byte(descriptor: int, path: Path) -> bytes:
     except BlockingIOError:
         return b""  # somebody has it open, and is slow
     if not first:
-        raise OSError(errno.EPIPE, "it is a pipe that nothing writes to", str(path))
+        hint = "start what writes to it first, or have it write a file and name that"
+        raise NotRead(errno.EPIPE, "it is a pipe that nothing writes to", str(path), hint)
     return first
 
 
@@ -62,7 +76,8 @@ def read_stream(stream: BinaryIO, name: str) -> bytes:
     """As :func:`read_bounded`, of what is open."""
     data = stream.read(LARGEST_READ + 1)
     if len(data) > LARGEST_READ:
-        raise OSError(errno.EFBIG, "it has more than 16 MiB", name)
+        hint = "name a text of the usual size: data, logs and weights are not read here"
+        raise NotRead(errno.EFBIG, "it has more than 16 MiB", name, hint)
     return data
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,23 @@ def parse_number(value: Any) -> float | None:
         return None if value is None else float(value)
     except (TypeError, ValueError):
         return None
+
+
+def parse_line(line: str | bytes) -> dict[str, Any] | None:
+    """The object of one line; None where it is not whole yet, or no object."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file's lines; what :func:`parse_line` knows none of is left out. Raises OSError."""
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            if (value := parse_line(line)) is not None:
+                yield value
 
 
 class JsonlWriter:

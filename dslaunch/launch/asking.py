@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import select
 import subprocess
@@ -13,21 +11,13 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from dslaunch.core.command import Command
+from dslaunch.core.events import parse_line
 from dslaunch.launch.link import kill_with_descendants
 from dslaunch.launch.orders import encode_orders
 from dslaunch.launch.text import said
 
 _KEEP_NOISE = 1024  # of lines that are no answer: a greeting, or why an account lets nobody in
 _LOOK_S = 0.5  # between two looks at programs that stay when what they started has failed
-
-
-def _object_of(line: bytes) -> dict[str, Any]:
-    """The JSON object in a line; empty where it holds none."""
-    with contextlib.suppress(ValueError):
-        found = json.loads(line)
-        if isinstance(found, dict):
-            return found
-    return {}
 
 
 class NoAnswer(Exception):
@@ -62,7 +52,7 @@ class Program:
         until = time.monotonic() + self.timeout_s
         self._unsent += question if isinstance(question, bytes) else encode_orders(question)
         for line in self._lines(until):
-            found = _object_of(line)
+            found = parse_line(line) or {}
             if found.get("event") == "room":
                 self._room += int(found.get("bytes", 0))
             elif found.get("event") == event:

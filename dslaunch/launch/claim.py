@@ -7,7 +7,7 @@ makes are ever removed, and only under the directory's lock.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from dslaunch.core.errors import (
     DslaunchError,
     EnvironmentNotReady,
 )
+from dslaunch.core.events import read_lines
 from dslaunch.core.file_lock import LocksUnsupported, is_held
 from dslaunch.core.run_dir import RunDir
 from dslaunch.launch.record import CommandPlan, in_use, load_recorded_plan
@@ -185,14 +186,5 @@ def _foreign(path: Path) -> Iterator[str]:
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        lines = RunDir(path).events.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            yield event
+    with contextlib.suppress(OSError):
+        yield from read_lines(RunDir(path).events)

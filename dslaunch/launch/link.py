@@ -16,6 +16,7 @@ from typing import Any
 
 from dslaunch.core.command import Command
 from dslaunch.core.errors import EnvironmentNotReady
+from dslaunch.core.events import parse_line
 from dslaunch.core.topology import Host
 from dslaunch.launch.agent import UNKILLABLE_S
 
@@ -242,11 +243,8 @@ class AgentLink:
 
 
 def _event_of(line: bytes) -> dict[str, Any] | None:
-    with contextlib.suppress(ValueError):
-        event = json.loads(line)
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
-            return event
-    return None
+    event = parse_line(line)
+    return event if event is not None and isinstance(event.get("event"), str) else None
 
 
 def _is_ready(fd: int, for_what: int, timeout_s: float) -> bool:

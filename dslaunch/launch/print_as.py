@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from dslaunch.core.command import Command, holds_secret
 from dslaunch.core.deepspeed_hostfile import render_deepspeed_hostfile
+from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.run_dir import RunDir
 from dslaunch.core.topology import Host, is_this_machine
@@ -90,7 +91,10 @@ def print_for_deepspeed(plan: LaunchPlan, environ: Mapping[str, str]) -> Printed
 
 
 def print_for_torchrun(plan: LaunchPlan, environ: Mapping[str, str]) -> Printed:
-    """A command for each host, to be typed there, at about the same time."""
+    """A command for each host, to be typed there, at about the same time.
+
+    Raises ConfigError where torchrun takes no such address.
+    """
     hosts = plan.topology.hosts
     addr, port = _meeting_point(plan)
     words = _words(plan, environ, "torchrun")
@@ -99,6 +103,11 @@ def print_for_torchrun(plan: LaunchPlan, environ: Mapping[str, str]) -> Printed:
     if addr is None:
         addr = hosts[0].name
         notes.append(f"{addr} is not known here: see that it leads to the first host from every host")
+    if "%" in addr:  # torch/distributed/elastic/rendezvous/utils.py: not among the characters of a host
+        raise ConfigError(
+            f"torchrun takes no address that needs an interface's name: {addr}; nothing was written",
+            hint="give --master-addr a name of the first host, or an address of it that is not link-local",
+        )
     notes += [f"{name} must be set in the shell: no secret is printed" for name in _secrets(plan, environ)]
     if len(hosts) > 1:
         names = ", ".join(host.name for host in hosts[:4]) + (", ..." if len(hosts) > 4 else "")

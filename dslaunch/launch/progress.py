@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dslaunch.core.events import parse_number
+from dslaunch.core.events import parse_line, parse_number
 from dslaunch.core.run_dir import RunDir
 
 
@@ -69,9 +68,5 @@ class _Tail:
         self._place += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
+            if (row := parse_line(line)) is not None:
                 yield row

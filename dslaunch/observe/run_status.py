@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from dslaunch.core import events
 from dslaunch.core.command import quote
 from dslaunch.core.errors import (
     EXIT_CANCELLED_INT,
@@ -212,16 +213,9 @@ def is_over(path: Path) -> bool:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; a line that is not whole yet, or no object, is left out."""
+    """As of ``core.events``, and none where there is no file. Raises ConfigError where it cannot be read."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as stream:
-            for line in stream:
-                try:
-                    value = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(value, dict):
-                    yield value
+        yield from events.read_lines(path)
     except FileNotFoundError:
         return
     except OSError as error:

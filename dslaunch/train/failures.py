@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import sys
@@ -20,7 +19,7 @@ from dslaunch.core.errors import (
     LaunchFailed,
     one_line,
 )
-from dslaunch.core.events import JsonlWriter, utc_now
+from dslaunch.core.events import JsonlWriter, read_lines, utc_now
 from dslaunch.core.packages import explain_missing_module
 from dslaunch.core.run_dir import RunDir
 from dslaunch.train.whereabouts import COLLECTIVES
@@ -139,18 +138,10 @@ def _rank_0_said(message: str, run_dir: Path, since: str) -> bool:
 
 def _rank_errors(run_dir: Path, since: str) -> list[dict[str, object]]:
     try:
-        lines = RunDir(run_dir).events.read_text(encoding="utf-8").splitlines()
+        events = list(read_lines(RunDir(run_dir).events))
     except OSError:
         return []
-    events = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if event.get("kind") == "rank_error" and str(event.get("time", "")) >= since:
-            events.append(event)
-    return events
+    return [e for e in events if e.get("kind") == "rank_error" and str(e.get("time", "")) >= since]
 
 
 def _keep_traceback(error: Exception, rank: int, run_dir: Path | None) -> None:

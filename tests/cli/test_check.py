@@ -217,6 +217,7 @@ def test_what_has_no_end_is_not_read(capsys: Capture) -> None:
     said = "".join(capsys.readouterr())
     assert said.count("cannot read run file /dev/zero: it has more than 16 MiB") == 2
     assert said.count("/dev/zero: error: cannot be read: it has more than 16 MiB") == 1
+    assert said.count("hint: name a text of the usual size: data, logs and weights are not read here") == 3
 
 
 def test_a_name_with_nul_is_an_error_of_the_file(capsys: Capture) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dslaunch.core import bounded as module
-from dslaunch.core.bounded import bounded, open_regular, read_bounded
+from dslaunch.core.bounded import bounded, hint_of, open_regular, read_bounded
 
 
 def test_a_large_or_endless_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,8 +28,9 @@ def test_a_pipe_is_read_and_never_waited_for_without_end(
 ) -> None:
     monkeypatch.setattr(module, "WRITER_WAIT_S", 0.2)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="it is a pipe that nothing writes to"):
+    with pytest.raises(OSError, match="it is a pipe that nothing writes to") as raised:
         read_bounded(tmp_path / "pipe")
+    assert hint_of(raised.value) == "start what writes to it first, or have it write a file and name that"
     read_end, write_end = os.pipe()  # as of <(command), which may be slow or through already
     slow = threading.Timer(0.5, lambda: (os.write(write_end, b"late"), os.close(write_end)))
     slow.start()
@@ -51,8 +52,9 @@ def test_what_is_read_by_parts_is_a_regular_file(tmp_path: Path) -> None:
     for path, why in [("pipe", "it is no regular file"), ("", "Is a directory"), ("none", "No such file")]:
         with pytest.raises(OSError, match=why):
             open_regular(tmp_path / path)
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(IsADirectoryError) as raised:
         read_bounded(tmp_path)
+    assert hint_of(raised.value) is None
 
 
 def test_a_smaller_limit_of_the_process_stays() -> None:

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dslaunch.core.events import JsonlWriter, to_jsonable, utc_now
+import pytest
+
+from dslaunch.core.events import JsonlWriter, parse_line, read_lines, to_jsonable, utc_now
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -34,6 +36,19 @@ def test_lines_are_appended(tmp_path: Path) -> None:
 def test_what_json_has_no_word_for_becomes_text() -> None:
     value = {"a": [float("nan"), (float("inf"), -float("inf"))], "b": {"c": 1.5}}
     assert to_jsonable(value) == {"a": ["nan", ["inf", "-inf"]], "b": {"c": 1.5}}
+
+
+@pytest.mark.parametrize("line", ['{"kind": "tor', "[1]", "3", "null", "", "[" * 100_000, b'{"a": "\xff"}'])
+def test_a_line_that_is_no_object_is_none(line: str | bytes) -> None:
+    assert parse_line(line) is None
+
+
+def test_lines_are_read_around_what_is_broken(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n[2]\n{"b": "\xff"}\n{"c": "\xe2\x80\xa8"}\n{"d": 4}\n{"e"')
+    assert list(read_lines(path)) == [{"a": 1}, {"b": "\ufffd"}, {"c": "\u2028"}, {"d": 4}]
+    with pytest.raises(FileNotFoundError):
+        list(read_lines(tmp_path / "none"))
 
 
 def test_processes_do_not_tear_each_others_lines(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import LaunchPlan
 from dslaunch.core.topology import Host, Topology
 from dslaunch.launch.print_as import Printed, print_for_deepspeed, print_for_torchrun
@@ -117,6 +119,16 @@ def test_a_first_host_that_cannot_be_looked_up() -> None:
     printed = print_for_torchrun(plan(hosts=hosts), ENVIRON)
     assert "--master-addr=alias.invalid" in printed.commands[0][1].argv
     assert any(note.startswith("alias.invalid is not known here") for note in printed.notes)
+
+
+def test_torchrun_takes_no_address_with_an_interface() -> None:
+    with pytest.raises(ConfigError, match="interface's name: fe80::1%eth0; nothing was written") as raised:
+        print_for_torchrun(plan(master_addr="fe80::1%eth0"), ENVIRON)
+    assert str(raised.value.hint).startswith("give --master-addr a name of the first host")
+    with pytest.raises(ValueError, match="must be a dot-separated list of labels"):  # what it says itself
+        parse_rendezvous_endpoint("fe80::1%eth0:29500", -1)
+    printed = print_for_torchrun(plan(master_addr="2001:db8::1"), ENVIRON)
+    assert "--master-addr=2001:db8::1" in printed.commands[0][1].argv
 
 
 def test_the_command_writes_a_run_directory_and_starts_nothing(tmp_path: Path) -> None:

@@ -45,10 +45,9 @@ def test_a_failure_changes_nothing(tmp_path: Path, locked: bool) -> None:
 def test_a_term_in_an_export_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from dslaunch.cli.export import cancel_on_term\n"
+        "from dslaunch.cli.export import cancelled_by_term\n"
         "from dslaunch.train.publish import new_directory\n"
-        "cancel_on_term()\n"
-        "with new_directory(Path(sys.argv[1])) as scratch:\n"
+        "with cancelled_by_term(), new_directory(Path(sys.argv[1])) as scratch:\n"
         "    (scratch / 'half').touch(); os.kill(os.getpid(), signal.SIGTERM)"
     )
     argv = [sys.executable, "-c", code, str(tmp_path / "out")]

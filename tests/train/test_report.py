@@ -135,6 +135,7 @@ def test_our_own_bugs_keep_their_traceback(
     tmp_path: Path, plan: RunPlan, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = Path(plan.launch.run_dir)
+    (run_dir / "events.jsonl").write_bytes(b'[]\n"\xff\n')  # what another rank was cut off in
     try:
         raise KeyError("deep inside")
     except KeyError as error:
@@ -143,7 +144,7 @@ def test_our_own_bugs_keep_their_traceback(
     assert code == 70
     assert shown.startswith("rank 3: Error: internal error: KeyError") and "Traceback" not in shown
     assert "Traceback" in (run_dir / "logs/rank-3.traceback").read_text()
-    event = json.loads((run_dir / "events.jsonl").read_text())
+    event = json.loads((run_dir / "events.jsonl").read_bytes().splitlines()[-1])
     assert (event["kind"], event["rank"], event["exit_code"]) == ("rank_error", 3, 70)
 
 

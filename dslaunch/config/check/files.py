@@ -113,9 +113,10 @@ def missing_file(path: str, cwd: Path) -> CheckedFile:
     return CheckedFile(path, "unknown", (finding,), readable=False)
 
 
-def unreadable_file(path: str, reason: str) -> CheckedFile:
+def unreadable_file(path: str, reason: str, hint: str | None = None) -> CheckedFile:
     """The finding for a directory, or a file that may not be read."""
-    finding = Finding("not-read", "error", "", f"cannot be read: {reason}", hint="name a readable file")
+    hint = hint or "name a readable file"
+    finding = Finding("not-read", "error", "", f"cannot be read: {reason}", hint=hint)
     return CheckedFile(path, "unknown", (finding,), readable=False)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dslaunch.core.errors import ConfigError
-from dslaunch.core.events import parse_number
+from dslaunch.core.events import parse_line, parse_number
 from dslaunch.core.run_dir import RunDir
 from dslaunch.observe.diagnose.shapes import Record
 from dslaunch.observe.diagnose.story import Story
@@ -124,11 +124,7 @@ def _rows(path: Path, counts: dict[Path, int]) -> Iterator[tuple[tuple[str, int]
         with path.open("rb") as stream:
             for number, line in enumerate(stream, 1):
                 counts[path] = number
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue  # the last one, being written
-                if isinstance(row, dict):
+                if (row := parse_line(line)) is not None:
                     row["_text"] = line[:300]
                     yield (str(row.get("time")), _step(row)), path, number, row
     except OSError as error:
