@@ -39,6 +39,7 @@ def status_lines(status: RunStatus, now: datetime) -> list[str]:
         count = len(status.checkpoints)
         steps = ", ".join(f"step-{step}" for step in status.checkpoints[-4:])
         rows.append(("saved", steps if count <= 4 else f"{count} checkpoints, the last {steps}"))
+    rows += [("damaged", f"step-{step}: {why}") for step, why in status.damaged.items()]
     rows += [("trouble", text) for text in status.trouble]
     if status.failed_rank is not None:
         host = status.logs_elsewhere.get(status.failed_rank)
@@ -97,10 +98,14 @@ def _progress(progress: Progress, now: datetime, *, running: bool) -> str:
 
 def _advice(status: RunStatus) -> str | None:
     from dslaunch.core.command import quote
+    from dslaunch.core.errors import EXIT_USAGE
 
-    if status.state == "done" and status.checkpoints:
+    has_whole_one = any(step not in status.damaged for step in status.checkpoints)
+    if status.state == "done" and has_whole_one:
         return f"dslaunch export {quote(status.run_dir)} -o DIR"
-    if status.state in ("stopped", "gone", "failed", "cancelled") and status.checkpoints:
+    # What a rank found wrong in the run itself (a checkpoint, too) would end the next start alike.
+    can_go_on = has_whole_one and status.exit_code != EXIT_USAGE
+    if status.state in ("stopped", "gone", "failed", "cancelled") and can_go_on:
         return f"{quote(status.run_dir + '/launch.sh')} --resume"
     return None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dslaunch.core import events
+from dslaunch.core.checkpoint_manifest import candidates, find_fault, read_manifest
 from dslaunch.core.command import quote
 from dslaunch.core.errors import (
     EXIT_CANCELLED_INT,
@@ -22,7 +23,7 @@ from dslaunch.core.errors import (
 from dslaunch.core.events import parse_number, to_jsonable
 from dslaunch.core.file_lock import is_held
 from dslaunch.core.missing_path import not_found
-from dslaunch.core.run_dir import RunDir
+from dslaunch.core.run_dir import RunDir, checkpoint_step
 
 State = Literal[
     "not started", "starting", "running", "done", "stopped", "cancelled", "failed", "gone", "unknown"
@@ -68,6 +69,7 @@ class RunStatus:
     trouble: tuple[str, ...]  # what went wrong, in words, first things first
     progress: Progress | None
     checkpoints: tuple[int, ...]
+    damaged: Mapping[int, str] = field(default_factory=dict)  # of those newer than the newest whole one: why
     holder: str | None = None
     failed_rank: int | None = None
     logs_elsewhere: Mapping[int, str] = field(
@@ -196,6 +198,7 @@ def load_status(path: Path) -> RunStatus:
         trouble=tuple(story.trouble),
         progress=progress,
         checkpoints=run_dir.checkpoint_steps(),
+        damaged=_damaged(run_dir.checkpoints),
         holder=holder,
         failed_rank=story.failed_rank,
         logs_elsewhere=story.logs_elsewhere,
@@ -210,6 +213,21 @@ def is_over(path: Path) -> bool:
         kinds = ("launch_start", "launch_end")
         last = [event["kind"] for event in read_lines(RunDir(path).events) if event.get("kind") in kinds][-1:]
         return last != ["launch_start"]
+
+
+def _damaged(root: Path) -> dict[int, str]:
+    """Checkpoints that a resumed run would pass over, with the reason; contents are not read, only sizes."""
+    found: dict[int, str] = {}
+    for path in candidates(root):
+        try:
+            fault = find_fault(path, read_manifest(path), ())
+        except ConfigError as error:
+            fault = error.message
+        step = checkpoint_step(path)
+        if fault is None or step is None:
+            break
+        found[step] = fault
+    return found
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

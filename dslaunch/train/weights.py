@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from dslaunch.core.errors import ConfigError
-from dslaunch.core.run_dir import RunDir, checkpoint_step, checkpoint_steps
-from dslaunch.train.checkpoint.manifest import (
+from dslaunch.core.checkpoint_manifest import (
     Manifest,
     candidates,
     find_fault,
     latest_checkpoint,
     read_manifest,
 )
+from dslaunch.core.errors import ConfigError
+from dslaunch.core.run_dir import RunDir, checkpoint_step, checkpoint_steps
 from dslaunch.train.checkpoint.pickles import check_pickle
 from dslaunch.train.engine import torch_state
 

@@ -12,6 +12,7 @@ import pytest
 
 from dslaunch.cli.main import main
 from tests.launch.launching import Launched, python, wait_until
+from tests.observe.test_run_status import FAILED, RANKS, START, UP, end, run, save
 
 
 def launched(tmp_path: Path, code: str) -> Launched:
@@ -111,3 +112,18 @@ def test_logs_that_are_empty_are_said_to_be(
         (tmp_path / f"run/logs/rank-{rank}.log").touch()
     assert main(["logs", "run", "--rank", "all"]) == 0
     assert capsys.readouterr() == ("", "note: ranks 0-1 wrote nothing\n")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "text", "goes_on"),
+    [(9, "abc", True), (9, "ab", False), (2, "abc", False)],
+    ids=["whole", "damaged", "what-the-ranks-refuse"],
+)
+def test_resume_is_advised_only_where_it_can_go_on(
+    exit_code: int, text: str, goes_on: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run(tmp_path, [START, UP, *RANKS, FAILED, end(exit_code)])
+    save(path, 4, text)
+    out = said(capsys, "status", str(path))
+    assert ("--resume" in out) is goes_on
+    assert ("damaged  step-4: a.pt has 2 bytes, the manifest says 3\n" in out) is (text == "ab")

@@ -151,6 +151,34 @@ def test_a_loss_that_is_not_finite_stays_strict_json(tmp_path: Path) -> None:
     assert json.loads(text)["progress"]["loss"] == "nan"
 
 
+def save(path: Path, step: int, text: str = "abc") -> Path:
+    """A checkpoint with one file of ``text``, of whose size the manifest says 3."""
+    saved = path / f"checkpoints/step-{step}"
+    saved.mkdir(parents=True)
+    (saved / "a.pt").write_text(text)
+    settings = {
+        "step": step, "world_size": 1, "zero_stage": 0, "precision": "fp32", "deepspeed_version": "0",
+        "trainable_only": False, "trainable": {}, "extra": {}, "schema_version": 1,
+        "files": {"a.pt": {"size": 3, "sha256": ""}},
+    }  # fmt: skip
+    (saved / "manifest.json").write_text(json.dumps(settings))
+    return saved
+
+
+def test_damaged_checkpoints_newer_than_the_newest_whole_one(tmp_path: Path) -> None:
+    path = run(tmp_path, [START])
+    save(path, 1, "a")  # nobody would come to this one
+    save(path, 2)
+    save(path, 3, "ab")
+    (save(path, 4) / "manifest.json").unlink()
+    status = load_status(path)
+    assert status.checkpoints == (1, 2, 3, 4)
+    assert list(status.damaged) == [4, 3]
+    assert "step-4 has no manifest.json" in status.damaged[4]
+    assert status.damaged[3] == "a.pt has 2 bytes, the manifest says 3"
+    assert json.loads(json.dumps(status.to_json()))["damaged"]["3"] == status.damaged[3]
+
+
 def test_checkpoints_in_their_order(tmp_path: Path) -> None:
     path = run(tmp_path, [START])
     for name in ("step-10", "step-9", "step-100", "step-x", "tmp-step-11"):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dslaunch.core.checkpoint_manifest import read_manifest
 from dslaunch.core.plan import RunPlan
-from dslaunch.train.checkpoint.manifest import read_manifest
 from tests.support.plans import LORA, make_plan, read_rows, save_plan, write_questions
 from tests.support.ranks import REPO_ROOT, describe, free_port, run_ranks
 from tests.support.tiny import make_tiny_model_dir

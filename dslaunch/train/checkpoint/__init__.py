@@ -4,8 +4,8 @@
 (sizes, SHA-256); ``checkpoints/latest`` names the newest one and is replaced atomically.
 """
 
+from dslaunch.core.checkpoint_manifest import Manifest, latest_checkpoint, read_manifest
 from dslaunch.train.checkpoint.load import find_whole_checkpoint, load_checkpoint, restore_checkpoint
-from dslaunch.train.checkpoint.manifest import Manifest, latest_checkpoint, read_manifest
 from dslaunch.train.checkpoint.save import save_checkpoint
 
 __all__ = [

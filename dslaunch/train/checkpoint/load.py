@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from dslaunch.core.checkpoint_manifest import Manifest, candidates, find_fault, read_manifest
 from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 from dslaunch.core.run_dir import checkpoint_step
 from dslaunch.train import dist
 from dslaunch.train.checkpoint import rng
 from dslaunch.train.checkpoint.leftovers import restore_replaced
-from dslaunch.train.checkpoint.manifest import Manifest, candidates, find_fault, read_manifest
 from dslaunch.train.checkpoint.pickles import check_pickle
 from dslaunch.train.checkpoint.trained import are_same_sums, trainable_shapes, weight_sums
 from dslaunch.train.engine import TrainingEngine

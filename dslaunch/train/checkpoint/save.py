@@ -12,12 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from dslaunch.core.atomic import fsync_directory, write_json, write_text
-from dslaunch.core.errors import EnvironmentNotReady, one_line
-from dslaunch.core.run_dir import checkpoint_step
-from dslaunch.train import dist
-from dslaunch.train.checkpoint import rng
-from dslaunch.train.checkpoint.leftovers import REPLACED, SAVING, remove_leftovers
-from dslaunch.train.checkpoint.manifest import (
+from dslaunch.core.checkpoint_manifest import (
     LATEST,
     MANIFEST,
     FileEntry,
@@ -27,6 +22,11 @@ from dslaunch.train.checkpoint.manifest import (
     list_files,
     read_manifest,
 )
+from dslaunch.core.errors import EnvironmentNotReady, one_line
+from dslaunch.core.run_dir import checkpoint_step
+from dslaunch.train import dist
+from dslaunch.train.checkpoint import rng
+from dslaunch.train.checkpoint.leftovers import REPLACED, SAVING, remove_leftovers
 from dslaunch.train.checkpoint.trained import has_frozen, trainable_shapes, weight_sums
 from dslaunch.train.engine import TrainingEngine
 

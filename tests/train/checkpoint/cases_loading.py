@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from dslaunch.core.checkpoint_manifest import hash_files
 from dslaunch.train.checkpoint import load_checkpoint
-from dslaunch.train.checkpoint.manifest import hash_files
 from tests.train.checkpoint.saving import OUT, error_of, on_rank_0, shard, two_saved
 from tests.train.rank_cases import Case, OneWeight, config, engine_for, master
 
