@@ -13,7 +13,7 @@ import torch
 from dslaunch.core.errors import ConfigError, one_line
 from dslaunch.core.plan import WatchPlan
 from dslaunch.train.dist import barrier, hold_deepspeeds_prints, init_world
-from dslaunch.train.engine import cures, ds_config
+from dslaunch.train.engine import absent_gradients, cures, ds_config
 from dslaunch.train.engine.gradient_witness import LocalGradients
 from dslaunch.train.engine.muon import place_muon
 from dslaunch.train.engine.own_loop import USUAL_WATCH, OnEvent, OwnLoop, build_own_loop
@@ -62,6 +62,8 @@ class Engine:
             cures.forget_offloaded_sums_of_skipped_steps(ds)
             cures.name_the_stage_in_checkpoints(ds)
             place_muon(ds)
+            absent_gradients.count_gradients_of_other_ranks(ds)
+            self._complete_gradients = absent_gradients.build_completion(ds)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, through DeepSpeed's hooks."""
@@ -151,6 +153,7 @@ class Engine:
         return result
 
     def _end_backward(self, num_tokens: int | None) -> None:
+        self._complete_gradients()
         self._window.add_gradients(self._gradients.take())
         if self._recorder is not None:
             self._recorder.see_backward(self, num_tokens)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.train.engine import (
+    cases_absent,
     cases_behaviour,
     cases_gradients,
     cases_loss_scale,
@@ -35,6 +36,7 @@ def all_cases() -> dict[str, Case]:
         cases_order,
         cases_watch,
         cases_own_trace,
+        cases_absent,
     )
     cases = {name: case for module in modules for name, case in module.all_cases().items()}
     return {**cases, **cases_norms.last_cases()}

@@ -1,0 +1,104 @@
+"""Parameters that get no gradient: in a micro-batch, in a whole window, on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dslaunch.core.errors import ConfigError
+from tests.train.rank_cases import RANK, Case, bare_deepspeed, config, engine_for, master
+
+# Whether the second weight is used in the two micro-batches of each window.
+WINDOWS = ((True, True), (True, False), (False, True), (False, False))
+
+
+class TwoWeights(torch.nn.Module):
+    """loss = sum(a) and, where it is used, sum(b): every gradient is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+    def forward(self, uses_b: bool) -> torch.Tensor:
+        return self.a.sum() + self.b.sum() if uses_b else self.a.sum()
+
+
+def _config(stage: int, precision: str, offload: bool) -> dict[str, Any]:
+    zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {})}
+    scale = {"fp16": {"initial_scale_power": 4}} if precision == "fp16" else {}
+    return {
+        **config(stage, precision, accumulation=2, zero_optimization=zero, **scale),
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def course(stage: int, precision: str, *, offload: bool = False) -> dict[str, Any]:
+    """Both weights and the norm after each window."""
+    weights, norms = [], []
+    with engine_for(TwoWeights(), _config(stage, precision, offload)) as engine:
+        for window in WINDOWS:
+            for uses_b in window:
+                engine.backward(engine(uses_b))
+                result = engine.step()
+            norms.append(result.grad_norm)
+            weights.append([master(p)[0] for p in engine.module.parameters()])
+    return {"weights": weights, "norms": norms}
+
+
+def bare_course(stage: int, *, offload: bool = False) -> list[float]:
+    """The second weight after each window, of DeepSpeed alone."""
+    found = []
+    with bare_deepspeed(TwoWeights(), _config(stage, "fp32", offload)) as ds:
+        for window in WINDOWS:
+            for uses_b in window:
+                ds.backward(ds(uses_b))
+                ds.step()
+            found.append(master(ds.module.b)[0])
+    return found
+
+
+def overlapped(bare: bool) -> Any:
+    """Stage 1 with overlap_comm, each rank another gradient: the second weight at the end, or why not."""
+    settings = _config(1, "fp32", offload=False)
+    settings["zero_optimization"]["overlap_comm"] = True
+    with (bare_deepspeed if bare else engine_for)(TwoWeights(), settings) as engine:
+        try:
+            for uses_b in WINDOWS[0] + WINDOWS[1]:
+                engine.backward(engine(uses_b) * (RANK + 1))
+                engine.step()
+        except ConfigError as error:
+            return str(error)
+        return master(engine.module.b)[0]
+
+
+def absent_on_one_rank(*, bare: bool) -> list[float]:
+    """bf16 summed in fp32, clip 1, rank 0 does not use the second weight: norm and weights after a step."""
+    settings = config(1, "bf16", clipping=1.0, data_types={"grad_accum_dtype": "fp32"})
+    if bare:
+        with bare_deepspeed(TwoWeights(), settings) as ds:
+            ds.backward(ds(RANK != 0))
+            ds.step()
+            return [float(ds.get_global_grad_norm()), *(master(p)[0] for p in ds.module.parameters())]
+    with engine_for(TwoWeights(), settings) as engine:
+        engine.backward(engine(RANK != 0))
+        norm = engine.step().grad_norm
+        return [norm, *(master(p)[0] for p in engine.module.parameters())]
+
+
+def all_cases() -> dict[str, Case]:
+    cases: dict[str, Case] = {
+        "absent-bare/3": lambda: bare_course(3),
+        "absent-bare/1/offload": lambda: bare_course(1, offload=True),
+        "absent-bare/2/offload": lambda: bare_course(2, offload=True),
+        "absent-bare/overlap": lambda: overlapped(bare=True),
+        "absent/overlap": lambda: overlapped(bare=False),
+        "absent-bare-on-one-rank": lambda: absent_on_one_rank(bare=True),
+        "absent-on-one-rank": lambda: absent_on_one_rank(bare=False),
+    }
+    for stage in (0, 1, 2, 3):
+        for precision in ("fp32", "bf16", "fp16"):
+            cases[f"absent/{stage}/{precision}"] = lambda s=stage, p=precision: course(s, p)
+    for stage, precision in ((1, "fp32"), (1, "fp16"), (2, "fp32"), (2, "bf16"), (3, "bf16")):
+        cases[f"absent/{stage}/{precision}/offload"] = lambda s=stage, p=precision: course(s, p, offload=True)
+    return cases
