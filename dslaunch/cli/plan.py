@@ -153,11 +153,18 @@ def match_lines(matches: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 def dtypes_of(plan: RunPlan) -> dict[str, str]:
     """The type of everything that has one in the training of dslaunch's own worker."""
+    from dslaunch.config.memory.rows import HEADS
+
     found = _dtypes_of_weights(plan)
-    keeps_some = plan.fp32_modules and plan.precision != "fp32"
-    parts = "as fp32_modules says" if keeps_some else found["model"]
     model = found.pop("model")
-    return {"model": model, "norms": parts, "head": parts, "rotary_tables": "fp32", "loss": "fp32", **found}
+    norms = head = "as fp32_modules says" if plan.fp32_modules and plan.precision != "fp32" else model
+    saved = plan.adapter.modules_to_save if plan.adapter else ()
+    if saved and found["adapter"] != norms == model:  # trained whole: fp32 over 16 bit with engine torch
+        head = found["adapter"] if {name.rpartition(".")[2] for name in saved}.intersection(HEADS) else head
+        norms = "as modules_to_save says" if any("norm" in name for name in saved) else norms
+    if saved:
+        found = {"modules_to_save": found["adapter"], **found}
+    return {"model": model, "norms": norms, "head": head, "rotary_tables": "fp32", "loss": "fp32", **found}
 
 
 def _dtypes_of_weights(plan: RunPlan) -> dict[str, str]:

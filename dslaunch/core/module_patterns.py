@@ -15,6 +15,15 @@ ALL_LINEAR = "all-linear"  # as a target of an adapter: all linear layers but th
 _SHOWN = 3
 
 
+def head_beside_rows(head: str, embedding: str) -> ConfigError:
+    """Of a head that is one with the embedding: peft (0.21) puts the rows in its copy, and fails on it."""
+    key = "adapter.modules_to_save"
+    return ConfigError(
+        f"{key}: {head} is one with {embedding}, of which rows are trained: peft cannot train {head} besides",
+        hint=f"leave {head} out, or train all of both: {key}: [{embedding}, {head}]",
+    )
+
+
 def match_modules(modules: Iterable[str], patterns: Sequence[str], key: str) -> dict[str, tuple[str, ...]]:
     """pattern -> the modules that it means, in the order of ``modules``; inner ones of a matched module not.
 

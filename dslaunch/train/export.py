@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from dslaunch.core.atomic import write_json
-from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady, one_line
 from dslaunch.core.plan import AdapterPlan, ModelPlan
 from dslaunch.train.adapters import lora_config
 from dslaunch.train.checkpoint.record import read_record
@@ -225,7 +225,13 @@ def _adapted_base(trained: _Trained, adapter: AdapterPlan, model: ModelPlan) -> 
         grow_vocabulary(base, trained.tokenizer, model.new_tokens)
     base = dequantised(base, torch.float32) if model.quantization_config else base.float()
     was_one = _part_head_from_embedding(base)
-    wrapped = _wrap(trained, base, adapter).eval()
+    try:
+        wrapped = _wrap(trained, base, adapter).eval()
+    except (
+        TypeError
+    ) as error:  # a head with an adapter that was one with an embedding of which rows were trained
+        reason = f"peft cannot merge this adapter: {one_line(error)}"
+        raise ConfigError(reason, hint="export without --merge") from error
     check_tensors(trained.weights.tensors, _trainable_shapes(wrapped), trained.where)
     wrapped.load_state_dict(dict(trained.weights.tensors), strict=False)  # the rest is in the base
     return wrapped, was_one

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dslaunch.core.errors import ConfigError
+from dslaunch.core.module_patterns import head_beside_rows
 from dslaunch.core.plan import AdapterPlan
 
 KEY = "model.new_tokens"
@@ -93,6 +94,8 @@ def rows_to_train(model: Any, adapter: AdapterPlan, new_ids: Sequence[int]) -> d
                 f"adapter.trainable_token_indices: {index} is no row of the embedding, which has {rows}",
                 hint=f"ids go from 0 to {rows - 1}",
             )
+    if head is not None and head.weight is embedding.weight and not parted and any(wanted.values()):
+        _check_not_saved(_name_of(model, head), _name_of(model, embedding), adapter)
     found = {}
     for name, ids in wanted.items():
         if not ids or _is_among(name, adapter.modules_to_save):
@@ -104,6 +107,11 @@ def rows_to_train(model: Any, adapter: AdapterPlan, new_ids: Sequence[int]) -> d
             )
         found[name.rsplit(".", 1)[-1]] = sorted(ids)
     return found
+
+
+def _check_not_saved(head: str, embedding: str, adapter: AdapterPlan) -> None:
+    if _is_among(head, adapter.modules_to_save):
+        raise head_beside_rows(head, embedding)
 
 
 @contextlib.contextmanager

@@ -159,6 +159,23 @@ def test_bf16_at_stage_0_is_summed_as_our_worker_does(capsys: pytest.CaptureFixt
     assert found["norms"] == found["head"] == "as fp32_modules says"
 
 
+@pytest.mark.parametrize(
+    ("engine", "saved", "norms", "head"),
+    [("torch", "lm_head", "bf16", "fp32"), ("torch", "model.norm", "as modules_to_save says", "bf16"),
+     ("deepspeed", "lm_head", "bf16", "bf16")],
+)  # fmt: skip
+def test_what_is_trained_whole_has_the_adapters_type(
+    capsys: pytest.CaptureFixture[str], engine: str, saved: str, norms: str, head: str
+) -> None:
+    """With engine torch fp32, which autocast computes with; the ranks' checkpoint holds it so."""
+    flags = ["--precision", "bf16", "--set", f"engine={engine}", "--set", "zero_optimization=null"]
+    flags += ["--set", "adapter={modules_to_save: [" + saved + "]}", "--json"]
+    assert main(["plan", "run.yaml", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)["dtypes"]
+    assert (found["norms"], found["head"], found["model"]) == (norms, head, "bf16")
+    assert found["modules_to_save"] == found["adapter"] == ("fp32" if engine == "torch" else "bf16")
+
+
 @pytest.mark.parametrize("written", ["a100", None])
 def test_a_wrong_flag_is_blamed_and_not_the_run_file(
     here: Path, capsys: pytest.CaptureFixture[str], written: str | None

@@ -32,21 +32,14 @@ def pattern_problems(loaded: LoadedSpec[RunSpec], model: ModelFacts) -> list[Pro
 
     Nothing where the adapter itself matches no layer.
     """
-    from dslaunch.config.memory.adapter import adapter_tensors
     from dslaunch.config.memory.matches import matches_of_run
+    from dslaunch.config.memory.rows import trained_with
 
     adapter, new_tokens = _adapter(loaded.spec), loaded.spec.model.new_tokens
     trainable = model.tensors
     if adapter is not None:
         try:
-            trainable = adapter_tensors(
-                model,
-                r=adapter.r,
-                target_modules=adapter.target_modules,
-                dora=adapter.type == "dora",
-                modules_to_save=adapter.modules_to_save,
-                trained_rows=len(adapter.trainable_token_indices) + len(new_tokens),
-            )
+            trainable = trained_with(model, adapter, len(new_tokens))
         except ConfigError:
             return []
     report = Report(loaded)

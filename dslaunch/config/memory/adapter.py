@@ -26,18 +26,15 @@ def adapter_tensors(
     target_modules: Sequence[str] = (ALL_LINEAR,),
     dora: bool = False,
     modules_to_save: Sequence[str] = (),
-    trained_rows: int = 0,
 ) -> tuple[Tensor, ...]:
-    """What an adapter trains, in the order of ``model.parameters()``; ``trained_rows``: of tokens besides.
+    """What an adapter trains, in the order of ``model.parameters()``; without rows of tokens.
 
     Raises ConfigError where a name in ``target_modules`` matches no layer.
     """
     for _, error in name_problems(facts, target_modules, modules_to_save):
         raise error
     linear = {tensor.name for tensor in linear_weights(facts)}
-    found = tuple(_trained(facts, linear, r, target_modules, dora, modules_to_save))
-    rows = Tensor("embedding.trainable_tokens_delta", (trained_rows, facts.dims.hidden))
-    return (rows, *found) if trained_rows else found
+    return tuple(_trained(facts, linear, r, target_modules, dora, modules_to_save))
 
 
 def name_problems(

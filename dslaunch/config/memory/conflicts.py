@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dslaunch.config.memory.adapter import quantised_weights
-from dslaunch.config.memory.matches import embedding_of
+from dslaunch.config.memory.rows import embedding_of, head_names, is_named, row_layers
 from dslaunch.config.memory.tensors import ModelFacts
 from dslaunch.config.memory.wide import matched_modules
 from dslaunch.core.errors import ConfigError
+from dslaunch.core.module_patterns import head_beside_rows
 from dslaunch.core.plan import AdapterPlan, QuantizationPlan
 
 Conflict = tuple[str, ConfigError]  # the key in the run file, what is wrong
@@ -51,15 +52,15 @@ def _rows(facts: ModelFacts, adapter: AdapterPlan, num_new_tokens: int) -> Itera
         if index >= rows + num_new_tokens:
             message = f"{key}: {index} is no row of the embedding, which has {rows}"
             yield key, ConfigError(message, hint=f"ids go from 0 to {rows - 1}")
-    embedding = weight.name.rpartition(".")[0]
-    if not (adapter.trainable_token_indices or num_new_tokens) or _is_named(
-        embedding, adapter.modules_to_save
-    ):
-        return
-    if _is_named(embedding, adapter.target_modules):
-        message = f"adapter.target_modules: {embedding} has rows to train, and cannot have an adapter as well"
-        hint = f"move {embedding} to adapter.modules_to_save, which trains all of its rows"
-        yield "adapter.target_modules", ConfigError(message, hint=hint)
+    layers, embedding = row_layers(facts, adapter, num_new_tokens), weight.name.rpartition(".")[0]
+    for layer in layers:
+        if is_named(layer, adapter.target_modules):
+            message = f"adapter.target_modules: {layer} has rows to train, and cannot have an adapter as well"
+            hint = f"move {layer} to adapter.modules_to_save, which trains all of its rows"
+            yield "adapter.target_modules", ConfigError(message, hint=hint)
+    for head in head_names(facts) if facts.tied and embedding in layers else ():
+        if is_named(head, adapter.modules_to_save):
+            yield "adapter.modules_to_save", head_beside_rows(head, embedding)
 
 
 def _in_fp32(facts: ModelFacts, quantised: set[str], patterns: Sequence[str]) -> Iterator[Conflict]:
@@ -77,7 +78,3 @@ def _in_fp32(facts: ModelFacts, quantised: set[str], patterns: Sequence[str]) ->
                 ConfigError(message, hint="name modules that are not quantised, such as norms"),
             )
             return
-
-
-def _is_named(module: str, names: Sequence[str]) -> bool:
-    return any(module == name or module.endswith(f".{name}") for name in names)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dslaunch.config.memory.adapter import linear_weights, tied_head
+from dslaunch.config.memory.rows import DELTA, embedding_name, is_named
 from dslaunch.config.memory.tensors import ModelFacts, Tensor
 from dslaunch.core.module_patterns import ALL_LINEAR
 from dslaunch.core.parameter_groups import match_groups, match_names
 from dslaunch.core.plan import AdapterPlan, OptimizerPlan
 
-_PEFT, _DELTA = "base_model.model.", "token_adapter.trainable_tokens_delta.default"
-_ROWS, _HEADS = "embedding.trainable_tokens_delta", ("lm_head.", "embed_out.")
+_PEFT = "base_model.model."
 _PARTS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".modules_to_save.")
-_EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 _SHOWN = 3
 
 Matches = dict[str, tuple[str, ...]]  # "KEY PATTERN" -> names
@@ -46,12 +45,7 @@ def trained_names(
     """The trained parameters as the ranks call them: peft puts the adapter's name among the parts."""
     if adapter is None:
         return tuple(tensor.name for tensor in trainable)
-    names = [*_embedding_names(facts, adapter), *(_in_peft(facts, tensor.name) for tensor in trainable)]
-    new = any(t.name == _ROWS and t.shape[0] > len(adapter.trainable_token_indices) for t in trainable)
-    if new and not facts.tied:  # a new token has a row in the head as well
-        heads = (t.name.rpartition(".")[0] for t in facts.tensors if t.name.startswith(_HEADS))
-        names += [f"{_PEFT}{head}.{_DELTA}" for head in heads]
-    return tuple(names)
+    return (*_embedding_names(facts, adapter), *(_in_peft(tensor.name) for tensor in trainable))
 
 
 def match_rows(matches: Matches) -> list[tuple[str, str, str]]:
@@ -73,9 +67,9 @@ def _modules(facts: ModelFacts, target: str) -> Iterator[str]:
             yield module
 
 
-def _in_peft(facts: ModelFacts, name: str) -> str:
-    if name == _ROWS:
-        return f"{_PEFT}{_embedding(facts)}.{_DELTA}"
+def _in_peft(name: str) -> str:
+    if name.endswith(DELTA):
+        return f"{_PEFT}{name}.default"
     for part in _PARTS:
         name = name.replace(part, f"{part}default.")
     return _PEFT + name
@@ -83,18 +77,7 @@ def _in_peft(facts: ModelFacts, name: str) -> str:
 
 def _embedding_names(facts: ModelFacts, adapter: AdapterPlan) -> Iterator[str]:
     """Of an adapter on the embedding, which the memory plan does not count."""
-    module = _embedding(facts)
-    if any(module == target or module.endswith(f".{target}") for target in adapter.target_modules):
+    module = embedding_name(facts)
+    if is_named(module, adapter.target_modules):
         yield f"{_PEFT}{module}.lora_embedding_A.default"
         yield f"{_PEFT}{module}.lora_embedding_B.default"
-
-
-def embedding_of(facts: ModelFacts) -> Tensor | None:
-    """The weight of the input embedding; None where no tensor has a name that is known for one."""
-    named = (t for t in facts.tensors if t.name.split(".")[-2:] in [[name, "weight"] for name in _EMBEDDINGS])
-    return next(named, None)
-
-
-def _embedding(facts: ModelFacts) -> str:
-    tensor = embedding_of(facts)
-    return "model.embed_tokens" if tensor is None else tensor.name.rpartition(".")[0]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from dslaunch.config.engine_plan import EnginePlan
 from dslaunch.config.hosts import ResolvedHosts
-from dslaunch.config.memory.adapter import adapter_tensors
+from dslaunch.config.memory.rows import trained_with
 from dslaunch.config.memory.setup import (
     Attention,
     Method,
@@ -160,14 +160,7 @@ def _worker_setup(
     e = 4 if precision == "fp32" or (autocast and not alone) else 2  # of what is frozen
     trainable = facts.tensors
     if adapter is not None:
-        trainable = adapter_tensors(
-            facts,
-            r=adapter.r,
-            target_modules=adapter.target_modules,
-            dora=adapter.type == "dora",
-            modules_to_save=adapter.modules_to_save,
-            trained_rows=len(adapter.trainable_token_indices) + new_tokens * (1 if facts.tied else 2),
-        )
+        trainable = trained_with(facts, adapter, new_tokens)
     stage_0_as_1 = zero_stage == 0 and e == 2 and not alone
     several = batch.gradient_accumulation_steps > 1
     setup = Setup(

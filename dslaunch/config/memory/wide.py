@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dslaunch.config.memory.items import BACKWARD, FORWARD, LAYERS, LOSS, PASSES, Item
+from dslaunch.config.memory.rows import HEADS
 from dslaunch.config.memory.setup import Setup, shard
 from dslaunch.config.memory.tensors import ModelFacts, Tensor, total
 from dslaunch.core.module_patterns import match_modules, modules_of, outermost
 
 _MORE = 2  # bytes of an fp32 number beyond those of a 16-bit one
 NAME = "fp32_modules"
-_HEADS = ("lm_head", "embed_out")
 _EMBEDDINGS = ("model.embed_tokens.", "transformer.wte.", "gpt_neox.embed_in.")
 
 
@@ -26,7 +26,7 @@ def matched_modules(facts: ModelFacts, patterns: Sequence[str]) -> dict[str, tup
     Raises ConfigError, with the nearest names, where one matches nothing.
     """
     modules = modules_of(tensor.name for tensor in facts.tensors)
-    heads = () if set(modules).intersection(_HEADS) else _HEADS[:1]
+    heads = () if set(modules).intersection(HEADS) else HEADS[:1]
     return match_modules([*modules, *heads], patterns, NAME)
 
 
@@ -35,7 +35,7 @@ def with_fp32_modules(setup: Setup, patterns: Sequence[str]) -> Setup:
     if not patterns or setup.precision == "fp32":
         return setup
     matched = outermost(n for names in matched_modules(setup.model, patterns).values() for n in names)
-    head = next((name for name in matched if name in _HEADS), None)
+    head = next((name for name in matched if name in HEADS), None)
     tied = head is not None and not any(t.name == f"{head}.weight" for t in setup.model.tensors)
     inside = (*(f"{name}." for name in matched), *(_EMBEDDINGS if tied else ()))
     trained = tuple(t for t in setup.trainable if t.name.startswith(inside))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dslaunch.config.memory.adapter import adapter_tensors
 from dslaunch.config.memory.conflicts import find_conflicts
 from dslaunch.config.memory.matches import match_rows, matches_of_run, trained_names
 from dslaunch.config.memory.model import load_model_facts
+from dslaunch.config.memory.rows import trained_with
 from dslaunch.core.errors import ConfigError
 from dslaunch.core.plan import AdapterPlan, ModelPlan, OptimizerPlan, ParamGroupPlan, QuantizationPlan
 from tests.support.plans import LORA
@@ -23,15 +24,16 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model_dir(tmp_path_factory.mktemp("m") / "model", tie=False, layers=1)
 
 
-def trainable(model_dir: Path, adapter: AdapterPlan | None, new_rows: int = 0) -> Any:
+@pytest.fixture(scope="module")
+def tied_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model_dir(tmp_path_factory.mktemp("m") / "tied", layers=1)
+
+
+def trainable(model_dir: Path, adapter: AdapterPlan | None, new_tokens: int = 0) -> Any:
     facts = load_model_facts(model_dir)
     if adapter is None:
         return facts, facts.tensors
-    tensors = adapter_tensors(
-        facts, r=adapter.r, target_modules=adapter.target_modules, dora=adapter.type == "dora",
-        modules_to_save=adapter.modules_to_save, trained_rows=len(adapter.trainable_token_indices) + new_rows,
-    )  # fmt: skip
-    return facts, tensors
+    return facts, trained_with(facts, adapter, new_tokens)
 
 
 @pytest.mark.parametrize(
@@ -58,16 +60,52 @@ def test_the_names_are_those_of_the_ranks(model_dir: Path, adapter: AdapterPlan 
     assert set(trained_names(*trainable(model_dir, adapter), adapter)) == expected
 
 
-def test_a_new_token_has_a_row_in_a_head_of_its_own(model_dir: Path) -> None:
+SAVED: list[tuple[str, ...]] = [(), ("embed_tokens",), ("embed_tokens", "lm_head")]
+
+
+@pytest.mark.parametrize(("tied", "saved"), [(False, ("lm_head",)), *itertools.product((False, True), SAVED)])
+def test_rows_of_new_tokens_are_where_the_ranks_have_them(
+    model_dir: Path, tied_dir: Path, tied: bool, saved: tuple[str, ...]
+) -> None:
     import torch
 
     from dslaunch.train.adapters import add_adapter
     from dslaunch.train.model import load_base_model
 
-    model = load_base_model(ModelPlan(path=str(model_dir), kind="directory"), torch.float32)
-    model, _ = add_adapter(model, LORA, new_ids=[5])
-    expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert set(trained_names(*trainable(model_dir, LORA, new_rows=2), LORA)) == expected
+    path = tied_dir if tied else model_dir
+    adapter = replace(LORA, modules_to_save=saved, trainable_token_indices=(3, 4))
+    model = load_base_model(ModelPlan(path=str(path), kind="directory"), torch.float32)
+    facts, tensors = trainable(path, adapter, new_tokens=1)
+    assert find_conflicts(facts, adapter, None, fp32_modules=(), num_new_tokens=1) == []
+    model, _ = add_adapter(model, adapter, new_ids=[5])
+    model(torch.tensor([[3, 5]])).logits.sum().backward()
+    trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    planned = zip(trained_names(facts, tensors, adapter), tensors, strict=True)
+    assert {name: tensor.shape for name, tensor in planned} == trained
+
+
+def test_all_of_a_head_that_is_its_embedding_cannot_be_trained_beside_rows_of_it(
+    tied_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused alike by plan and ranks; and peft really cannot, or this fails."""
+    import torch
+
+    from dslaunch.train import new_tokens
+    from dslaunch.train.adapters import add_adapter
+    from dslaunch.train.model import load_base_model
+
+    adapter = replace(LORA, modules_to_save=("lm_head",), trainable_token_indices=(3,))
+    facts = load_model_facts(tied_dir)
+    ((key, error),) = find_conflicts(facts, adapter, None, fp32_modules=(), num_new_tokens=0)
+    assert key == "adapter.modules_to_save"
+    model = load_base_model(ModelPlan(path=str(tied_dir), kind="directory"), torch.float32)
+    with pytest.raises(ConfigError) as of_ranks:
+        add_adapter(model, adapter)
+    assert (of_ranks.value.message, of_ranks.value.hint) == (error.message, error.hint)
+    monkeypatch.setattr(new_tokens, "_is_among", lambda name, targets: False)
+    wrapped, _ = add_adapter(model, adapter)
+    with pytest.raises(ValueError, match="wraps an unknown layer type"):
+        wrapped(torch.tensor([[3, 5]]))
 
 
 def optimizer(*groups: ParamGroupPlan, **more: Any) -> OptimizerPlan:
