@@ -52,6 +52,24 @@ class Run:
         self.count += 1
 
 
+@dataclass(slots=True)
+class Again:
+    """Steps that were taken once more, where a run was started again. ``count``: of all restarts."""
+
+    count: int = 0
+    _last: int = 0  # the step that had been reached when the log went back, 0: it has gone on since
+    _back: int = 0
+
+    def reach(self, last: int, step: int) -> None:
+        """The log has come from step ``last`` to ``step``. A line between the others is no restart."""
+        if step < last - 1:
+            self._last, self._back = last, step
+        elif self._last:
+            if step <= self._last:
+                self.count += self._last - self._back + 1
+            self._last = 0
+
+
 @dataclass
 class LossStory:
     """Losses in the order of the log; only those of training."""

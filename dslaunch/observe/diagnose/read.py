@@ -109,6 +109,8 @@ def diagnose(paths: Sequence[str], stated: Mapping[str, float] | None = None) ->
             files.append(_read_log(path, story, notes))
     if story.known == 0 or not _tells_something(story):
         lines = sum(lines for _, lines in files)
+        if lines == 0:
+            raise ConfigError(f"{', '.join(name for name, _ in files)}: there is no line to read")
         raise ConfigError(
             f"{', '.join(name for name, _ in files)}: no line of {lines} tells of loss, norm or loss scale",
             hint="DeepSpeed 0.19 logs overflows only at level INFO: in the script, "

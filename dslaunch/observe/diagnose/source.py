@@ -7,6 +7,7 @@ made. Memory does not depend on the log's size.
 
 from __future__ import annotations
 
+import codecs
 import re
 import sys
 import zlib
@@ -96,9 +97,7 @@ class LogFile:
             with (
                 nullcontext(sys.stdin.buffer) if self.path == STDIN else Path(self.path).open("rb") as stream
             ):
-                for data in self._unpacked(stream):
-                    self.bytes_read += len(data)
-                    yield data
+                yield from _as_utf8(self._unpacked(stream))
         except FileNotFoundError:
             raise not_found("log", self.path, hint="give a log, a run directory or -") from None
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -109,6 +108,7 @@ class LogFile:
         data = stream.read(_BLOCK)
         if not data.startswith(b"\x1f\x8b"):
             while data:
+                self.bytes_read += len(data)
                 yield data
                 data = stream.read(_BLOCK)
             return
@@ -121,6 +121,7 @@ class LogFile:
                     raise ConfigError(f"cannot read {self.name}: gzip: {error}") from None
                 self.is_cut = True
                 return
+            self.bytes_read += len(text)
             yield text
             data = unpacker.unconsumed_tail or unpacker.unused_data
             if unpacker.eof:
@@ -130,6 +131,15 @@ class LogFile:
                     return
             data = data or stream.read(_BLOCK)
         self.is_cut = not unpacker.eof
+
+
+def _as_utf8(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """UTF-16, which PowerShell's ``>`` writes, is known by its first bytes."""
+    decoder: codecs.IncrementalDecoder | None = None
+    for number, block in enumerate(blocks):
+        if number == 0 and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            decoder = codecs.getincrementaldecoder("utf-16")("replace")
+        yield block if decoder is None else decoder.decode(block).encode("utf-8", "replace")
 
 
 def _without_escapes(blocks: Iterable[bytes]) -> Iterator[bytes]:

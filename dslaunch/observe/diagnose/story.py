@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from dslaunch.observe.diagnose.course import Overflow, Setting
-from dslaunch.observe.diagnose.facts import LOSS_WINDOW, LossStory, NormStory, Place, Run, Streak
+from dslaunch.observe.diagnose.facts import LOSS_WINDOW, Again, LossStory, NormStory, Place, Run, Streak
 from dslaunch.observe.diagnose.series import Series
 from dslaunch.observe.diagnose.shapes import Record, sign_of_good
 
@@ -41,6 +41,7 @@ class Story:
         self.clock = 0  # the step that is known, or a count of what was seen
         self.first_step: int | None = None
         self.last_step: int | None = None
+        self.again = Again()
         self.num_skipped: int | None = None  # as progress lines count them
         self.known = 0
         self.scale: float | None = None
@@ -100,6 +101,7 @@ class Story:
 
     def _reach(self, step: int) -> None:
         """The log is at ``step``; where it goes back, a run was started again."""
+        self.again.reach(self.last_step or 0, step)
         if self.last_step is not None and step < self.last_step - 1:
             while self.overflows and self.overflows[-1].step >= step:
                 self.overflows.pop()

@@ -305,8 +305,8 @@ def _counted(story: Story) -> tuple[int, int]:
     if story.last_step is None or story.first_step is None:
         return 0, 0
     skipped = story.num_skipped if story.num_skipped is not None else story.num_overflows
-    steps = story.last_step if story.num_skipped is not None else story.last_step - story.first_step + 1
-    return steps, skipped
+    seen = story.last_step - story.first_step + 1 + story.again.count
+    return story.last_step if story.num_skipped is not None else seen, skipped
 
 
 def _ends(story: Story) -> tuple[Place, ...]:

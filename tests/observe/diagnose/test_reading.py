@@ -87,9 +87,15 @@ def test_compressed_from_stdin_and_in_parts(tmp_path: Path, monkeypatch: pytest.
     packed = gzip.compress(data[:900]) + gzip.compress(data[900:])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(packed)))
     (tmp_path / "packed").write_bytes(packed)
+    (tmp_path / "utf-16").write_text(data.decode(), encoding="utf-16")  # PowerShell's >
     (tmp_path / "a").write_bytes(b"\n".join(data.split(b"\n")[:90]) + b"\n")
     (tmp_path / "b").write_bytes(b"\n".join(data.split(b"\n")[90:]))
-    for paths in (["-"], [str(tmp_path / "packed")], [str(tmp_path / "a"), str(tmp_path / "b")]):
+    for paths in (
+        ["-"],
+        [str(tmp_path / "utf-16")],
+        [str(tmp_path / "packed")],
+        [str(tmp_path / "a"), str(tmp_path / "b")],
+    ):
         found = diagnose(paths)
         assert found.course == plain.course
         assert [(v.name, v.title) for v in found.verdicts] == [(v.name, v.title) for v in plain.verdicts]
@@ -300,7 +306,7 @@ def test_a_run_of_another_script_has_its_ranks_logs(tmp_path: Path) -> None:
     ("name", "says"),
     [
         ("nowhere", "log not found"),
-        ("empty", "no line of 0 tells"),
+        ("empty", "there is no line to read"),
         ("other", "no line of 2 tells"),
         ("dir", "neither"),
     ],

@@ -50,6 +50,23 @@ def test_skipping_that_does_not_end(tmp_path: Path) -> None:
     assert found.verdicts[0].title.startswith("12 steps in a row were skipped from step 200")
 
 
+def test_steps_of_a_run_that_was_started_again_count_each_time(tmp_path: Path) -> None:
+    """A job that crashed in its step 60, four times in one log: 16 of 240 steps, not of 60."""
+    lines = []
+    for step in range(1, 61):
+        if step % 13 == 0:
+            lines.append(overflow_line(2 ** (17 - step // 13), 2 ** (16 - step // 13)))
+        lines.append(f"step {step} loss: {5 - step / 50:.4f} grad_norm: {1.5 + step % 7 / 10:.3f}")
+    titles = [read(tmp_path, lines * times).verdicts[0].title for times in (1, 4)]
+    assert titles == ["4 of 60 steps were skipped (7%)", "16 of 240 steps were skipped (7%)"]
+    bars = [
+        line
+        for index, each in enumerate(lines, 1)
+        for line in (each, "step 1 loss: 4.1")[: 1 + (index == 40)]
+    ]
+    assert read(tmp_path, bars).verdicts[0].title == "4 of 60 steps were skipped (7%)"
+
+
 def test_skipping_that_came_back_is_a_warning(tmp_path: Path) -> None:
     found = read(tmp_path, zero_log({*range(200, 212)}, 400, power=16, window=1000).lines)
     assert [(v.name, v.severity) for v in found.verdicts] == [("persistent_skipping", "warning")]
