@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dslaunch.core import atomic
-from dslaunch.core.errors import Diverged
+from dslaunch.core.errors import ConfigError, Diverged
 from dslaunch.core.events import to_jsonable
 from dslaunch.core.plan import WatchPlan
 
@@ -99,6 +99,8 @@ class Watch:
         (seen, result), self._unread = self._unread, None
         seen.loss, seen.grad_norm = result.loss, result.grad_norm
         seen.ranks = result.nonfinite_ranks or result.nonfinite_loss_ranks
+        if result.unlike_ranks:
+            raise _unlike(seen.step, result.unlike_ranks)
         self._see_loss(seen, result)
         if not result.skipped:
             self._see_silence(seen)
@@ -271,6 +273,16 @@ class Watch:
     def _verdict(self, step: int, name: str, message: str) -> None:
         self._event("verdict", step=step, verdict=name, message=message)
         self._say(f"{name}: {message}")
+
+
+def _unlike(step: int, ranks: tuple[int, ...]) -> ConfigError:
+    return ConfigError(
+        f"step {step}: the gradients{_of(ranks)} were of other parameters than on rank 0, or came in another "
+        "order; ZeRO stages 1 and 2 add them up by their place, so the weights are wrong since then",
+        hint="have every rank use the same parameters in the same order in each micro-batch, or use fp32 at "
+        "zero_optimization.stage 0, or bf16 with data_types.grad_accum_dtype fp32 at stage 1; go on from a "
+        "checkpoint before this step",
+    )
 
 
 def _steps(count: int) -> str:

@@ -37,6 +37,7 @@ class Result:
         self.step, self.next_loss_scale, self.hysteresis, self.next_hysteresis = step, 1.0, None, None
         self.nonfinite_ranks: tuple[int, ...] = ()
         self.nonfinite_loss_ranks: tuple[int, ...] = ()
+        self.unlike_ranks: tuple[int, ...] = ()
         self._step, self._flag, self._log = step, flag, log
 
     @property

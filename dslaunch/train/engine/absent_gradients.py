@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,20 @@ Complete = Callable[[], None]
 
 def _nothing() -> None:
     pass
+
+
+def adds_up_by_place(ds: Any) -> Literal["set", "order"] | None:
+    """F23: what must be the same on all ranks for their gradients to be added up as they should be.
+
+    Stages 1 and 2 put the gradients that they have one behind the other and add those vectors up; stage 2
+    (and 1 with overlap_comm) in the order in which backward makes them. So an expert of one rank is added to
+    another one of the next, in silence where the sizes agree. Stage 3 sees it for itself and stops; fp32 at
+    stage 0, and bf16 at stage 1 with fp32 accumulation, have a place for each parameter.
+    """
+    stage, optimizer = ds.zero_optimization_stage(), ds.optimizer
+    if stage not in (1, 2) or hasattr(optimizer, "fp32_groups_has_gradients"):
+        return None
+    return "order" if stage == 2 or getattr(optimizer, "overlap_comm", False) else "set"
 
 
 def count_gradients_of_other_ranks(ds: Any) -> None:

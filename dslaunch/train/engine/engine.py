@@ -63,6 +63,7 @@ class Engine:
             cures.name_the_stage_in_checkpoints(ds)
             place_muon(ds)
             absent_gradients.count_gradients_of_other_ranks(ds)
+            self._by_place = absent_gradients.adds_up_by_place(ds)
             self._complete_gradients = absent_gradients.build_completion(ds)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +131,7 @@ class Engine:
             return None
         lr, loss_scale, hysteresis = self.lr, self.loss_scale, self.hysteresis
         num_tokens = self._window.num_tokens
-        window = self._window.reduce()
+        window = self._window.reduce(self._course())
         if self._checks_fp32:
             cures.measure_fp32_stage_0(ds)
         with self._own_loop.ending(self) if self._own_loop is not None else nullcontext():
@@ -151,6 +152,11 @@ class Engine:
             if self._own_loop is not None:
                 self._own_loop.see(result)
         return result
+
+    def _course(self) -> int:
+        """What this rank has to have in common with the others in this window; 0: nothing."""
+        course = self._gradients.take_course(ordered=self._by_place == "order")
+        return course if self._by_place else 0
 
     def _end_backward(self, num_tokens: int | None) -> None:
         self._complete_gradients()

@@ -1,10 +1,13 @@
-"""Whether the gradients of this rank are finite before they meet those of the other ranks."""
+"""Whether the gradients of this rank are finite before they meet the other ranks', and whose they are."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
+
+COURSES = 2**48  # with two bits more it is exact in float64
 
 
 class LocalGradients:
@@ -24,9 +27,13 @@ class LocalGradients:
         trained = [p for p in parameters if p.requires_grad]
         self._size = len(trained) + 1  # one more: the first holds what did not fit
         self._sums: dict[torch.dtype, _Sums] = {}
-        self._handles = [p.register_hook(self._see) for p in trained]
+        self._order: dict[torch.dtype, int] = {}
+        self._came: set[int] = set()
+        self._handles = [p.register_hook(functools.partial(self._see, i)) for i, p in enumerate(trained)]
 
-    def _see(self, gradient: torch.Tensor) -> None:
+    def _see(self, index: int, gradient: torch.Tensor) -> None:
+        self._came.add(index)
+        self._order[gradient.dtype] = hash((self._order.get(gradient.dtype, 0), index))
         gradient = gradient.detach()
         if gradient.is_sparse:
             gradient = gradient._values()
@@ -40,6 +47,17 @@ class LocalGradients:
         """A scalar, finite if and only if all gradients since the last call were; None: there were none."""
         parts = [sums.take() for sums in self._sums.values() if sums.count]
         return torch.stack(parts).sum() if parts else None
+
+    def take_course(self, *, ordered: bool) -> int:
+        """A number that two ranks share if since the last call the same parameters had gradients.
+
+        ``ordered``: and in the same order, those of each dtype. Hashes of whole numbers alone: those of
+        None and of texts are others in each process.
+        """
+        orders = tuple(sorted((str(dtype), order) for dtype, order in self._order.items()))
+        course = hash(tuple(order for _, order in orders) if ordered else frozenset(self._came))
+        self._order, self._came = {}, set()
+        return course % COURSES
 
     def remove(self) -> None:
         for handle in self._handles:

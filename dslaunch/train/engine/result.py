@@ -10,6 +10,7 @@ SkipReason = Literal["overflow", "non-finite gradient"]
 
 # What a rank says of itself in the window's vector: a sum of these.
 NONFINITE_GRADIENT, NONFINITE_LOSS = 1, 2
+COURSE = 4  # times a number that says which parameters had gradients
 
 
 class Pending:
@@ -62,7 +63,8 @@ class StepResult:
     ``num_tokens``: supervised tokens in the window, over all ranks; None after ``backward``.
     ``flag``: whether any rank called ``step(flag=True)`` in this window.
     ``nonfinite_ranks``: the ranks whose own gradients held inf or nan before they met the others';
-    ``nonfinite_loss_ranks``: those whose forward gave inf or nan already.
+    ``nonfinite_loss_ranks``: those whose forward gave inf or nan already. ``unlike_ranks``: those that
+    had gradients of other parameters than rank 0, where DeepSpeed adds up by place.
 
     ``loss``, ``flag``, the ranks and the norms become floats on first access, which waits for this
     step's all-reduce (``grad_norm``: for DeepSpeed's norm); every rank may read or not read
@@ -128,6 +130,11 @@ class StepResult:
     @property
     def nonfinite_loss_ranks(self) -> tuple[int, ...]:
         return self._ranks(NONFINITE_LOSS)
+
+    @property
+    def unlike_ranks(self) -> tuple[int, ...]:
+        courses = [int(code) // COURSE for code in self._window.values()[2:]]
+        return tuple(rank for rank, course in enumerate(courses) if course != courses[0])
 
     def _ranks(self, bit: int) -> tuple[int, ...]:
         return tuple(rank for rank, code in enumerate(self._window.values()[2:]) if int(code) & bit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dslaunch.train.engine.result import NONFINITE_GRADIENT, NONFINITE_LOSS, Pending
+from dslaunch.train.engine.result import COURSE, NONFINITE_GRADIENT, NONFINITE_LOSS, Pending
 
 
 class Window:
@@ -49,13 +49,15 @@ class Window:
         """Keep ``raised`` for the window's end; once up it stays up."""
         self._flag = self._flag or raised
 
-    def reduce(self) -> Pending:
-        """Start the all-reduce and begin a new window. Collective."""
+    def reduce(self, course: int = 0) -> Pending:
+        """Start the all-reduce and begin a new window. Collective. ``course``: see ``LocalGradients``."""
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         vector = torch.zeros(2 + world_size, dtype=self._dtype, device=self._device)
         for value, bit in ((self._loss, NONFINITE_LOSS), (self._gradients, NONFINITE_GRADIENT)):
             if value is not None:
                 vector[2 + rank] += bit * ~torch.isfinite(value)
+        if self._dtype == torch.float64:
+            vector[2 + rank] += course * COURSE
         if self._loss is not None:
             vector[0] = self._loss
         vector[1] = float(self._flag)

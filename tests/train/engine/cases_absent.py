@@ -72,6 +72,35 @@ def overlapped(bare: bool) -> Any:
         return master(engine.module.b)[0]
 
 
+class Experts(torch.nn.Module):
+    """loss = the sum over the experts in the order of ``use``, each of them behind the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.first, self.second = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+
+    def forward(self, use: tuple[str, ...]) -> torch.Tensor:
+        hidden = self.shared * 1
+        for name in use:
+            hidden = hidden * getattr(self, name)
+        return hidden.sum()
+
+
+def unlike(stage: int, *uses: tuple[str, ...], precision: str = "fp32", **blocks: Any) -> list[Any]:
+    """The weights after a step in which each rank uses its own experts, and what the next one says."""
+    settings = config(stage, precision, **blocks)
+    with engine_for(Experts(), settings, watch={}) as engine:
+        engine.backward(engine(uses[RANK]))
+        engine.step()
+        weights = [master(p)[0] for p in engine.module.parameters()]
+        try:
+            engine.backward(engine(uses[0]))
+            engine.step()
+        except ConfigError as error:
+            return [weights, str(error)]
+    return [weights, None]
+
+
 def absent_on_one_rank(*, bare: bool) -> list[float]:
     """bf16 summed in fp32, clip 1, rank 0 does not use the second weight: norm and weights after a step."""
     settings = config(1, "bf16", clipping=1.0, data_types={"grad_accum_dtype": "fp32"})
@@ -96,6 +125,13 @@ def all_cases() -> dict[str, Case]:
         "absent-bare-on-one-rank": lambda: absent_on_one_rank(bare=True),
         "absent-on-one-rank": lambda: absent_on_one_rank(bare=False),
     }
+    own, both, turned = (("first",), ("second",)), (("first", "second"),) * 2, ("second", "first")
+    for stage in (0, 1, 2):
+        cases[f"unlike/{stage}"] = lambda s=stage: unlike(s, *own)
+        cases[f"unlike/{stage}/order"] = lambda s=stage: unlike(s, both[0], turned)
+        cases[f"unlike/{stage}/none"] = lambda s=stage: unlike(s, *both)
+    summed = {"data_types": {"grad_accum_dtype": "fp32"}}
+    cases["unlike/bf16"] = lambda: unlike(1, *own, precision="bf16", **summed)
     for stage in (0, 1, 2, 3):
         for precision in ("fp32", "bf16", "fp16"):
             cases[f"absent/{stage}/{precision}"] = lambda s=stage, p=precision: course(s, p)

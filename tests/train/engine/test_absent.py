@@ -1,4 +1,4 @@
-"""F20 to F22: a parameter without a gradient keeps its value, and no old gradient comes back."""
+"""F20 to F23: a parameter without a gradient keeps its value, and no old gradient comes back."""
 
 from __future__ import annotations
 
@@ -49,3 +49,21 @@ def test_that_is_refused_by_the_parameters_name(two_ranks: CaseResults) -> None:
     assert two_ranks["absent/overlap"].startswith(
         "zero_optimization.overlap_comm at stage 1: b got no gradient in the last micro-batch"
     )
+
+
+@pytest.mark.parametrize("cell", ["1", "2", "2/order"])
+def test_gradients_that_are_added_to_those_of_others_end_the_run(two_ranks: CaseResults, cell: str) -> None:
+    """Upstream adds the first expert's gradient to the second's: each gets the mean, 1, and not its half."""
+    weights, error = two_ranks[f"unlike/{cell}"]
+    assert weights == [0.0, 0.0, 0.0]
+    assert error.startswith("step 1: the gradients on rank 1 were of other parameters than on rank 0")
+
+
+@pytest.mark.parametrize("cell", ["0", "bf16"])
+def test_each_expert_has_a_place_of_its_own(two_ranks: CaseResults, cell: str) -> None:
+    assert two_ranks[f"unlike/{cell}"] == [[0.0, 0.5, 0.5], None]
+
+
+@pytest.mark.parametrize("cell", ["0/none", "1/none", "2/none", "0/order", "1/order"])
+def test_what_is_added_up_right_is_let_through(two_ranks: CaseResults, cell: str) -> None:
+    assert two_ranks[f"unlike/{cell}"] == [[0.0, 0.0, 0.0], None]

@@ -92,3 +92,17 @@ def test_frozen_parameters_are_not_looked_at_and_remove_ends_it() -> None:
     seen.remove()
     (trained * 1).sum().backward()
     assert seen.take() is None
+
+
+def test_a_course_is_the_same_in_every_process_and_knows_which_and_in_which_order() -> None:
+    a, b = (torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float32, torch.float32))
+    seen = LocalGradients([a, b])
+
+    def course(*parameters: torch.nn.Parameter, ordered: bool) -> int:
+        for parameter in parameters:
+            parameter.sum().backward()
+        return seen.take_course(ordered=ordered)
+
+    assert course(a, b, ordered=True) == course(a, b, ordered=True) != course(b, a, ordered=True)
+    assert course(a, b, ordered=False) == course(b, a, ordered=False) != course(a, ordered=False)
+    assert course(a, ordered=True) == hash((hash((0, 0)),)) % 2**48  # whole numbers alone: not salted
