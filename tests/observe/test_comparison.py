@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from dslaunch.cli.comparison_table import comparison_lines
+from dslaunch.core.errors import ConfigError
 from dslaunch.observe.comparison import Comparison, Pair, compare_runs
 
 HOSTS = [{"name": "a", "slots": ["0", "1"]}]
 
 
-def row(step: int, loss: Any, norm: Any = 1.0, scale: float = 1.0, **more: Any) -> dict[str, Any]:
+def row(step: Any, loss: Any, norm: Any = 1.0, scale: float = 1.0, **more: Any) -> dict[str, Any]:
     return {
         "kind": "train", "time": "2026-01-02T03:04:06.000Z", "step": step, "loss": loss, "grad_norm": norm,
         "loss_scale": scale, "skipped": False, "num_tokens": 100, "seconds": 2.0, "data_digest": f"d{step}",
@@ -52,10 +53,18 @@ def test_steps_are_laid_side_by_side_and_the_largest_difference_is_found(tmp_pat
     largest = found.to_json()["largest"]
     assert largest["loss"] == {"step": 2, "absolute": 0.5, "relative": pytest.approx(0.5 / 3)}
     assert largest["grad_norm"] == {"step": 2, "absolute": 2.0, "relative": pytest.approx(2 / 3)}
+    assert found.first_other_data() is None  # of step 4 one has none
     text = "\n".join(comparison_lines(found))
     assert "loss: largest difference 0.5 (17 %) at step 2" in text
     assert "   2   3.000000      2.500000   -0.500000          1             3" in text
     assert "scale" not in text
+
+
+def test_of_differences_alike_the_first_is_named_and_nothing_is_divided_by_0(tmp_path: Path) -> None:
+    base = [row(step, 1.0, norm=0.0) for step in (1, 2, 3)]
+    found = both(tmp_path, base, [row(1, 1.0, norm=0.0), row(2, 2.0, norm=0.0), row(3, 2.0, norm=0.0)])
+    assert found.largest("loss") == (2, 1.0, 0.5)
+    assert found.largest("grad_norm") == (1, 0.0, 0.0)
 
 
 def test_what_is_not_finite_is_shown_and_not_measured(tmp_path: Path) -> None:
@@ -93,14 +102,27 @@ def test_speed_leaves_the_first_step_out_and_a_step_done_again_counts_once(tmp_p
     assert (base.tokens_per_s, base.rows[2]["loss"]) == (50.0, 1.0)
 
 
-def test_only_a_first_step_has_its_own_speed(tmp_path: Path) -> None:
-    assert both(tmp_path, [row(1, 1.0, seconds=50.0)], []).base.tokens_per_s == 2.0
+@pytest.mark.parametrize(
+    ("rows", "speed"),
+    [
+        ([row(1, 1.0, seconds=50.0)], 2.0),
+        ([row(1, 1.0), row(2, 1.0, seconds=3.0)], 33.3),
+        ([row(1, 1.0), row(2, 1.0, seconds=0.0)], None),
+        ([row(1, 1.0), row(2, 1.0), row(3, 1.0, num_tokens=None)], None),
+        ([], None),
+    ],
+)
+def test_an_only_step_has_its_own_speed_and_what_is_not_known_none(
+    tmp_path: Path, rows: list[dict[str, Any]], speed: float | None
+) -> None:
+    assert both(tmp_path, rows, []).base.tokens_per_s == speed
 
 
 def test_peak_memory_is_the_devices_else_that_of_the_fullest_rank_of_the_last_start(tmp_path: Path) -> None:
-    ends = [{"kind": "rank_exit", "rank": rank, "max_rss_bytes": size} for rank, size in ((0, 7), (1, 9))]
+    sizes = ((0, 7), (1, 9), (2, 8), (3, None))
+    ends = [{"kind": "rank_exit", "rank": rank, "max_rss_bytes": size} for rank, size in sizes]
     events = ({"kind": "rank_exit", "rank": 0, "max_rss_bytes": 99}, {"kind": "launch_start"}, *ends)
-    on_device = [row(1, 1.0, peak_memory_bytes=5), row(2, 1.0, peak_memory_bytes=6)]
+    on_device = [row(step, 1.0, peak_memory_bytes=size) for step, size in ((1, 5), (2, 6), (3, 4))]
     found = compare_runs(
         write(tmp_path / "base", [row(1, 1.0, peak_memory_bytes=None)], events),
         write(tmp_path / "changed", on_device, events),
@@ -110,8 +132,12 @@ def test_peak_memory_is_the_devices_else_that_of_the_fullest_rank_of_the_last_st
 
 
 def test_settings_that_differ(tmp_path: Path) -> None:
-    shared = {"optimizer": {"lr": 1.0, "params": {"eps": 2}}, "origins": {"a": 1}}
-    other = {"optimizer": {"lr": 1.0, "params": {}}, "origins": {"a": 2}, "engine": "torch"}
+    shared: dict[str, Any] = {"optimizer": {"lr": 1.0, "params": {"eps": 2}}}
+    shared |= {"origins": {"a": 1}, "ds_config": {"b": 1}}
+    shared["launch"] = {"topology": {"hosts": HOSTS}, "argv": ["a"], "run_dir": "/a"}
+    other: dict[str, Any] = {"optimizer": {"lr": 1.0, "params": {}}, "engine": "torch"}
+    other |= {"origins": {"a": 2}, "ds_config": {"b": 2}}
+    other["launch"] = {"topology": {"hosts": HOSTS}, "argv": ["b"], "run_dir": "/b"}
     found = compare_runs(
         write(tmp_path / "base", [], **shared), write(tmp_path / "changed", [], **other)
     ).to_json()["differences"]
@@ -120,6 +146,40 @@ def test_settings_that_differ(tmp_path: Path) -> None:
         {"key": "optimizer.params.eps", "base": 2, "changed": None},
         {"key": "engine", "base": None, "changed": "torch"},
     ]
+
+
+def test_what_became_of_each_side(tmp_path: Path) -> None:
+    time = "2026-01-02T03:04:06.000Z"
+    note = {"kind": "note", "message": "a clock is wrong"}
+    how = {"rank": 1, "host": "a", "how": "exited with code 9"}
+    events: tuple[dict[str, Any], ...] = (
+        {"kind": "launch_start", "time": time}, note, note, {"kind": "other", "message": "no note"},
+        {"kind": "first_failure", **how}, {"kind": "launch_end", "time": time, "exit_code": 9},
+    )  # fmt: skip
+    evals = [{"kind": "eval", "step": step, "loss": loss} for step, loss in ((2, "inf"), (1, 3.5))]
+    autocast = {"engine": "deepspeed", "zero_stage": 3, "torch_autocast": "bf16"}
+    found = compare_runs(
+        write(tmp_path / "base", [row(1, 1.0), *evals, row("2", 1.0)], events, **autocast),
+        write(tmp_path / "changed", [], engine="torch", zero_stage=0),
+    ).to_json()
+    base, changed = found["base"], found["changed"]
+    assert (base["state"], base["exit_code"], base["num_steps"]) == ("failed", 9, 1)
+    assert base["trouble"] == ["rank 1 on a failed first: it exited with code 9"]
+    assert base["eval"] == [{"step": 1, "loss": 3.5}, {"step": 2, "loss": "inf"}]
+    assert base["notes"] == ["a clock is wrong"]
+    assert (base["zero_stage"], base["weights_in_fp32"]) == (3, True)
+    assert (changed["zero_stage"], changed["weights_in_fp32"]) == (None, True)
+    (tmp_path / "base" / "plan.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"plan\.json is not JSON"):
+        compare_runs(tmp_path / "base", tmp_path / "changed")
+
+
+@pytest.mark.parametrize(("precision", "in_fp32"), [("fp32", True), ("bf16", False)])
+def test_weights_of_deepspeed_are_in_fp32_as_the_precision_says(
+    tmp_path: Path, precision: str, in_fp32: bool
+) -> None:
+    path = write(tmp_path / "run", [], engine="deepspeed", precision=precision)
+    assert compare_runs(path, path).base.weights_in_fp32 is in_fp32
 
 
 def test_a_side_that_was_never_started(tmp_path: Path) -> None:
