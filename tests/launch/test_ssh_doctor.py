@@ -61,6 +61,7 @@ def test_hosts_that_are_fine(bed: Testbed, doctor: Doctor) -> None:
     assert (code, report["ready"], findings(out)) == (0, True, {})
     assert list(report["inventory"]) == bed.names
     assert report["master"]["addr"] == bed.address("node1")
+    assert len(report["hosts"]) == len(bed.names)
     assert all(abs(host["clock_skew_s"]) < 1 for host in report["hosts"])
 
 

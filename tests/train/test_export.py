@@ -113,7 +113,7 @@ def test_modules_in_fp32_are_exported_as_they_were_trained(
     export_checkpoint(run_dir, tmp_path / "model")
     masters = load_trained_weights(find_checkpoint(run_dir)).tensors
     written = load_file(tmp_path / "model/model.safetensors")
-    assert written.keys() == masters.keys()
+    assert written and written.keys() == masters.keys()
     for name, tensor in written.items():
         wide = "norm" in name or "lm_head" in name
         assert tensor.dtype == (torch.float32 if wide else torch.bfloat16), name

@@ -56,6 +56,7 @@ def test_saving_and_loading_goes_on_as_if_nothing_had_been(ranks: CaseResults, c
 
 def test_an_adapter_in_them_is_fp32_and_frozen_ones_stay_as_in_the_file(ranks: CaseResults) -> None:
     result = ranks["lora/3"]
+    assert set(result["dtypes"].values()) == {"torch.float32", "torch.bfloat16"}
     for name, dtype in result["dtypes"].items():
         wide = "norm" in name or "lm_head" in name
         assert dtype == ("torch.float32" if wide else "torch.bfloat16"), name

@@ -71,7 +71,7 @@ def test_only_the_completion_of_message_lists_is_trained() -> None:
 def test_weight_zero_takes_an_answer_out_and_leaves_the_message() -> None:
     chat = parse({"messages": [QUESTION, {**ANSWER, "weight": 0}, QUESTION, {**ANSWER, "weight": 1}]})
     assert chat.trained == (False, False, False, True)
-    assert all("weight" not in message for message in chat.messages)
+    assert len(chat.messages) == 4 and all("weight" not in message for message in chat.messages)
 
 
 def test_a_format_without_template_keeps_the_plain_text() -> None:

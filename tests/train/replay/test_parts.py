@@ -231,6 +231,7 @@ def test_a_window_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_index(tmp_path, {"step": 5, "loss_scale": 256.0, "num_tokens": 40})
     read = read_rank(tmp_path, 1, pad_token_id=PAD)
     assert (read.step, read.loss_scale, read.num_tokens, read.samples) == (5, 256.0, 40, window.samples)
+    assert len(read.batches) == 2
     for one, other in zip(read.batches, window.batches, strict=True):
         assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.targets, other.targets)
         assert torch.equal(one.position_ids, other.position_ids) and one.attention_mask is None
