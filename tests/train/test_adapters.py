@@ -131,24 +131,30 @@ def test_a_model_that_was_read_whole_under_zero_3_is_refused(ran: CaseResults) -
 
 
 @pytest.mark.parametrize(
-    ("tie", "more", "said"),
+    ("tie", "more", "layers", "said"),
     [
-        (True, {"modules_to_save": ("lm_head",)}, "; lm_head parted: head and embedding were one weight"),
-        (True, {"target_modules": ("embed_tokens", "q_proj")}, "; embed_tokens parted: head and embedding"),
-        (True, {}, ""),
-        (False, {"modules_to_save": ("lm_head",)}, ""),
+        (True, {"modules_to_save": ("lm_head",)}, 1, "; lm_head parted: head and embedding were one weight"),
+        (
+            True,
+            {"target_modules": ("embed_tokens", "q_proj")},
+            2,
+            "; embed_tokens parted: head and embedding",
+        ),
+        (True, {}, 1, ""),
+        (False, {"modules_to_save": ("lm_head",)}, 1, ""),
     ],
 )
 def test_a_head_that_is_parted_from_its_embedding_is_told(
-    tmp_path: Path, tie: bool, more: dict[str, tuple[str, ...]], said: str
+    tmp_path: Path, tie: bool, more: dict[str, tuple[str, ...]], layers: int, said: str
 ) -> None:
     import torch
 
     path = make_tiny_model_dir(tmp_path / "model", layers=1, tie=tie)
     model = load_base_model(ModelPlan(path=str(path), kind="directory"), torch.float32)
     note = add_adapter(model, replace(LORA, **{"target_modules": ("q_proj",), **more}))[1]
-    assert note.partition(" layers")[2].startswith(said)
-    assert bool(note.partition(" layers")[2]) is bool(said)
+    begin, _, rest = note.partition(" layers")
+    assert begin == f"lora adapter of rank {LORA.r} on {layers}"
+    assert rest.startswith(said) and bool(rest) is bool(said)
 
 
 def test_a_target_that_peft_cannot_adapt_is_one_sentence(tmp_path: Path) -> None:

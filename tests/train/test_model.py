@@ -14,7 +14,7 @@ from dslaunch.core.errors import ConfigError
 from dslaunch.core.model_path import model_kind
 from dslaunch.core.plan import ModelPlan
 from dslaunch.train import file_hash, gguf
-from dslaunch.train.adapters import GradientWitness, add_adapter, check_targets
+from dslaunch.train.adapters import GradientWitness, add_adapter, check_targets, lora_config
 from dslaunch.train.gguf import convert_gguf, save_whole
 from dslaunch.train.model import check_vocabulary, load_base_model, load_model, load_tokenizer
 from tests.support.plans import LORA, make_plan, write_questions
@@ -174,6 +174,19 @@ def test_one_adapter_name_that_matches_nothing_is_an_error(model_dir: Path, key:
         add_adapter(model, typo)
     assert "v_proj" in str(caught.value.hint)
     assert "down_proj" in caught.value.message  # the candidates are listed
+    with pytest.raises(
+        ConfigError, match=f"adapter.{key}: 'proj' matches no layer"
+    ):  # the end of a name is none
+        check_targets(model, replace(LORA, **{key: ("q_proj", "proj")}))
+
+
+def test_peft_is_given_what_the_plan_says() -> None:
+    plain = lora_config(replace(LORA, r=3, lora_alpha=5.5, lora_dropout=0.25, modules_to_save=("lm_head",)))
+    assert (plain.r, plain.lora_alpha, plain.lora_dropout) == (3, 5.5, 0.25)
+    assert (plain.modules_to_save, plain.use_rslora, plain.use_dora) == (["lm_head"], False, False)
+    other = lora_config(replace(LORA, type="dora", use_rslora=True), {"embed_tokens": (7,)})
+    assert (other.use_rslora, other.use_dora) == (True, True)
+    assert (other.modules_to_save, other.trainable_token_indices) == (None, {"embed_tokens": [7]})
 
 
 def _alone(values: list[float]) -> list[float]:
@@ -240,11 +253,12 @@ class _TwoParts(torch.nn.Module):
         return result
 
 
-def test_a_gradient_on_any_rank_counts() -> None:
-    model = _TwoParts("parts")
+@pytest.mark.parametrize("name", ["parts", "shared_experts"])  # those run for every token
+def test_a_gradient_on_any_rank_counts(name: str) -> None:
+    model = _TwoParts(name)
     witness = GradientWitness(model)
     model(0).backward()
-    with pytest.raises(ConfigError, match=r"1 trained parameters .* layer\.parts\.1\.weight"):
+    with pytest.raises(ConfigError, match=rf"1 trained parameters .* layer\.{name}\.1\.weight"):
         witness.check(_alone)
     witness = GradientWitness(model)
     model(0).backward()
@@ -258,6 +272,20 @@ def test_an_expert_that_no_token_was_routed_to_is_only_told() -> None:
     told = witness.check(_alone)
     assert told is not None
     assert "routed to 1 expert weights, e.g. layer.experts.0.weight" in told
+
+
+def test_of_rows_each_counts_by_itself_in_any_micro_batch() -> None:
+    model = torch.nn.Module()
+    model.trainable_tokens_delta = torch.nn.Parameter(torch.ones(4, 2))
+    model.weight = torch.nn.Parameter(torch.ones(2))
+    witness = GradientWitness(model)
+    for row, factor in ((0, -1.0), (2, 1.0)):
+        (model.trainable_tokens_delta[row, 1] * factor + model.weight.sum()).backward()
+    missing = "rows of tokens got no gradient: their tokens were not in the first step"
+    assert witness.check(_alone) == f"2 {missing}"
+    witness = GradientWitness(model)
+    model.weight.sum().backward()
+    assert witness.check(_alone) == f"4 {missing}"
 
 
 def test_partitioned_parameters_are_cast_with_their_shares(ops_dir: Path) -> None:

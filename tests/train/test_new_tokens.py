@@ -232,6 +232,10 @@ def test_the_witness_tells_of_rows_whose_token_was_not_there(tmp_path: Path) -> 
         load_base_model(plan_of(path), torch.float32), replace(LORA, trainable_token_indices=(5, 6, 7))
     )
     assert said.endswith(", 3 rows of embed_tokens")
+    one = add_adapter(
+        load_base_model(plan_of(path), torch.float32), replace(LORA, trainable_token_indices=(5,))
+    )
+    assert one[1].endswith(", 1 row of embed_tokens")
     witness = GradientWitness(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
