@@ -194,6 +194,7 @@ def test_a_lost_rank_is_not_taken_for_a_full_disk(saved: CaseResults) -> None:
         (SafetensorError("Error while serializing: I/O error: No space left on device"), True),
         (OSError(28, "No space left on device"), True),
         (ConnectionResetError(104, "Connection reset by peer"), False),
+        (TimeoutError(110, "Connection timed out"), False),
         (RuntimeError("NCCL error: remote process exited or there was a network error"), False),
         (ValueError("a bug"), False),
     ],
