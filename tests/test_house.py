@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,15 @@ def test_changelog_begins_with_this_version() -> None:
     first = re.search(r"^## (\S+)", text, flags=re.MULTILINE)
     assert first is not None
     assert first.group(1) == __version__
+
+
+def test_an_entry_of_the_changelog_stands_once_and_under_a_theme() -> None:
+    text = (REPO_ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    begin, *themes = re.split(r"^### .+$", text, flags=re.MULTILINE)
+    assert "\n- " not in begin
+    entries = [entry for theme in themes for entry in theme.split("\n- ")[1:]]
+    assert entries
+    assert [entry for entry, count in Counter(entry.strip() for entry in entries).items() if count > 1] == []
 
 
 def test_installed_version_is_this_version() -> None:
