@@ -142,7 +142,8 @@ def probing(model: torch.nn.Module) -> Iterator[Probe]:
 def find_broken_weights(model: torch.nn.Module) -> list[dict[str, Any]]:
     """The weights of this rank that hold nan or inf: name and range (at stage 3 of its share).
 
-    ``tied``: the other names of a weight that several modules share.
+    ``tied``: the other names of a weight that several modules share. Buffers with nan are among them; inf
+    a mask may hold by right.
     """
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -158,6 +159,9 @@ def find_broken_weights(model: torch.nn.Module) -> list[dict[str, Any]]:
             first = spread.first_bad if whole else None
             range_ = replace(spread, first_bad=first).to_json()
             found.append({"name": name, "tied": tied, "whole": whole, **range_})
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and (spread := measure(buffer)).num_nan:
+            found.append({"name": name, "tied": [], "whole": True, **spread.to_json()})
     return found
 
 

@@ -54,10 +54,9 @@ def _forward(events: Sequence[Event], bad: int) -> First:
         what = "its output" + (f" {event.name}" if event.name else "")
         return First("forward", event.module, None, bad, what, _last_child(events, bad))
     # What comes into a module was made by the code of the one around it.
-    parent = event.module.rpartition(".")[0] if event.module else ""
     return First(
         "forward",
-        parent,
+        _around(events, event.module),
         None,
         bad,
         f"what it gives to {event.module} as {event.name}",
@@ -82,8 +81,17 @@ def _backward(events: Sequence[Event], bad: int) -> First:
     if event.module == "":
         return First("backward", LOSS, None, bad, f"the gradient of the model's output {event.name}".rstrip())
     # What comes back to a module's output was made by the code around it.
-    parent = event.module.rpartition(".")[0]
-    return First("backward", parent, None, bad, f"the gradient that it gives back to {event.module}")
+    what = f"the gradient that it gives back to {event.module}"
+    return First("backward", _around(events, event.module), None, bad, what)
+
+
+def _around(events: Sequence[Event], module: str) -> str:
+    """The innermost module around it that computes: a ModuleList only holds others, and was never seen."""
+    seen = {event.module for event in events}
+    parent = module.rpartition(".")[0]
+    while parent and parent not in seen:
+        parent = parent.rpartition(".")[0]
+    return parent
 
 
 def _last_child(events: Sequence[Event], bad: int) -> str | None:

@@ -13,7 +13,7 @@ from dslaunch.core.run_dir import RunDir
 from dslaunch.train.replay import recent as recent_steps
 from dslaunch.train.replay.bisect import Guilt, bisect
 from dslaunch.train.replay.measure import measure
-from dslaunch.train.replay.probe import Event, Kind, probing
+from dslaunch.train.replay.probe import Event, Kind, find_broken_weights, probing
 from dslaunch.train.replay.recent import RecentSteps
 from dslaunch.train.replay.verdict import LOSS, find_first
 from dslaunch.train.replay.weights import load_weights, weight_bytes, write_weights
@@ -88,7 +88,10 @@ def test_the_innermost_module_is_blamed_and_not_those_that_pass_it_on() -> None:
 
 
 def test_a_modules_own_code_is_told_from_the_modules_in_it() -> None:
-    between = [event("output", "a.b", FINE), event("input", "a.c", BAD, "x"), event("output", "a.c", BAD)]
+    between = [
+        event("output", "a.b", FINE), event("input", "a.c", BAD, "x"), event("output", "a.c", BAD),
+        event("output", "a", BAD),
+    ]  # fmt: skip
     first = find_first(between, float("nan"))
     assert first is not None and (first.module, first.between) == ("a", "a.b")
     assert first.what == "what it gives to a.c as x"
@@ -110,12 +113,40 @@ def test_in_the_backward_the_first_gradient_counts() -> None:
     ]  # fmt: skip
     first = find_first(events, 1.0)
     assert first is not None and (first.phase, first.module, first.parameter) == ("backward", "a", "a.weight")
-    given_back = [event("gradient of output", "", FINE), event("gradient of output", "a.b", BAD)]
+    given_back = [
+        event("output", "a", FINE), event("gradient of output", "", FINE),
+        event("gradient of output", "a.b", BAD),
+    ]  # fmt: skip
     first = find_first(given_back, 1.0)
     assert first is not None and (first.module, first.what) == ("a", "the gradient that it gives back to a.b")
     from_loss = [event("gradient of output", "", BAD, "logits")]
     first = find_first(from_loss, 1.0)
     assert first is not None and first.module == LOSS
+
+
+def test_what_goes_into_a_list_of_modules_was_made_by_the_module_that_has_the_list() -> None:
+    """ "layers" is a ModuleList: it has no forward, so nothing was seen of it."""
+    given = [
+        event("output", "a.layers.0", FINE),
+        event("input", "a.layers.1", BAD, "x"),
+        event("output", "a", BAD),
+    ]
+    first = find_first(given, float("nan"))
+    assert first is not None and (first.module, first.between) == ("a", "a.layers.0")
+    first = find_first([given[0], event("input", "layers.1", BAD, "x")], float("nan"))
+    assert first is not None and first.module == ""
+    back = [event("output", "a", FINE), event("gradient of output", "a.layers.1", BAD)]
+    first = find_first(back, 1.0)
+    assert first is not None and first.module == "a"
+
+
+def test_a_buffer_with_nan_is_a_broken_weight_and_one_with_inf_is_not() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    assert find_broken_weights(model) == []
+    model[0].running_mean[1] = torch.nan
+    (found,) = find_broken_weights(model)
+    assert (found["name"], found["num_nan"], found["first_bad"]) == ("0.running_mean", 1, [1])
 
 
 def test_finite_events_and_a_finite_loss_have_no_culprit() -> None:
