@@ -135,6 +135,18 @@ def settle_codes(model: Any, dtype: torch.dtype) -> None:
         state = getattr(getattr(module, "weight", None), "quant_state", None)
         if state is not None:
             state.dtype = dtype
+        if hasattr(module, "init_8bit_state"):
+            module.register_load_state_dict_pre_hook(_keep_scales)
+
+
+def _keep_scales(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A checkpoint of an adapter has the 8-bit layers' scales, which do not count as frozen parameters.
+
+    They are the ones that are here, and bitsandbytes 0.50 refuses them unless they lie on the weight, where on
+    CPUs they no longer are once the engine is made (nn/modules.py, Linear8bitLt).
+    """
+    for name in ("SCB", "weight_format"):
+        state.pop(prefix + name, None)
 
 
 def dequantised(model: Any, dtype: torch.dtype) -> Any:
