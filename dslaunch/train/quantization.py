@@ -142,8 +142,8 @@ def settle_codes(model: Any, dtype: torch.dtype) -> None:
 def _keep_scales(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """A checkpoint of an adapter has the 8-bit layers' scales, which do not count as frozen parameters.
 
-    They are the ones that are here, and bitsandbytes 0.50 refuses them unless they lie on the weight, where on
-    CPUs they no longer are once the engine is made (nn/modules.py, Linear8bitLt).
+    The base that was read has the same ones. bitsandbytes 0.50 takes them only while they lie on the weight,
+    and a forward pass before (the probe of packed samples) has moved them (nn/modules.py, Linear8bitLt).
     """
     for name in ("SCB", "weight_format"):
         state.pop(prefix + name, None)
