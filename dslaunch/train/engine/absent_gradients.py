@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import torch
 
-from dslaunch.core.errors import ConfigError
+from dslaunch.core.errors import ConfigError, EnvironmentNotReady
 
 Complete = Callable[[], None]
+_BUFFERS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 def _nothing() -> None:
@@ -111,7 +112,14 @@ def _refuse_late(ds: Any) -> Complete:
 
 
 def _complete_stage_3(optimizer: Any) -> Complete:
-    buffers = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    if not all(hasattr(optimizer, name) for name in (_BUFFERS, "partition_grads", "micro_step_id")):
+        import deepspeed
+
+        raise EnvironmentNotReady(
+            f"DeepSpeed {deepspeed.__version__} is not the one that the cure of F21 was made for: "
+            f"{type(optimizer).__name__} keeps its gradients elsewhere",
+            hint="install the DeepSpeed of constraints.txt, or use zero_optimization.stage 2 without offload",
+        )
     came: set[int] = set()
     partition_grads = optimizer.partition_grads
 
@@ -121,6 +129,7 @@ def _complete_stage_3(optimizer: Any) -> Complete:
         return partition_grads(parameters, gradients)
 
     def complete() -> None:
+        buffers = getattr(optimizer, _BUFFERS)  # another dict after offload_states
         absent = buffers.keys() - came
         came.clear()
         if optimizer.micro_step_id == 0:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dslaunch.core.errors import ConfigError
+from tests.train.engine.cases_behaviour import refused
 from tests.train.rank_cases import RANK, Case, bare_deepspeed, config, engine_for, master
 
 # Whether the second weight is used in the two micro-batches of each window.
@@ -115,11 +116,24 @@ def absent_on_one_rank(*, bare: bool) -> list[float]:
         return [norm, *(master(p)[0] for p in engine.module.parameters())]
 
 
+def renamed_upstream() -> str:
+    """A stage 3 that hands its gradients on by another name, as after an upgrade of DeepSpeed."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    partition_grads = DeepSpeedZeroOptimizer_Stage3.partition_grads
+    del DeepSpeedZeroOptimizer_Stage3.partition_grads
+    try:
+        return refused(config(3))
+    finally:
+        DeepSpeedZeroOptimizer_Stage3.partition_grads = partition_grads
+
+
 def all_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {
         "absent-bare/3": lambda: bare_course(3),
         "absent-bare/1/offload": lambda: bare_course(1, offload=True),
         "absent-bare/2/offload": lambda: bare_course(2, offload=True),
+        "absent/renamed": renamed_upstream,
         "absent-bare/overlap": lambda: overlapped(bare=True),
         "absent/overlap": lambda: overlapped(bare=False),
         "absent-bare-on-one-rank": lambda: absent_on_one_rank(bare=True),

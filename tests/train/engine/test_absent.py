@@ -67,3 +67,8 @@ def test_each_expert_has_a_place_of_its_own(two_ranks: CaseResults, cell: str) -
 @pytest.mark.parametrize("cell", ["0/none", "1/none", "2/none", "0/order", "1/order"])
 def test_what_is_added_up_right_is_let_through(two_ranks: CaseResults, cell: str) -> None:
     assert two_ranks[f"unlike/{cell}"] == [[0.0, 0.0, 0.0], None]
+
+
+def test_a_cure_that_finds_nothing_to_hold_on_to_says_so(two_ranks: CaseResults) -> None:
+    assert two_ranks["absent/renamed"].startswith("EnvironmentNotReady: DeepSpeed ")
+    assert "F21" in two_ranks["absent/renamed"]
