@@ -88,9 +88,16 @@ def mismatches() -> dict[str, Any]:
         errors["shape"] = error_of(lambda: load_checkpoint(engine, root))
     manifest = root / "step-2" / "manifest.json"
     saved = json.loads(manifest.read_text())
-    on_rank_0(lambda: manifest.write_text(json.dumps({**saved, "world_size": 4})))
+    older = {key: value for key, value in saved.items() if key not in ("engine", "weight_sums")}
     with engine_for(OneWeight(size=3), config(2, "bf16")) as engine:
-        errors["world"] = error_of(lambda: load_checkpoint(engine, root))
+        for name, values in {
+            "world": {**saved, "world_size": 4},
+            "engine": {**saved, "engine": "torch"},
+        }.items():
+            on_rank_0(lambda v=values: manifest.write_text(json.dumps(v)))  # type: ignore[misc]
+            errors[name] = error_of(lambda: load_checkpoint(engine, root))
+        on_rank_0(lambda: manifest.write_text(json.dumps(older)))
+        errors["none: an older manifest"] = str(load_checkpoint(engine, root))
     return errors
 
 

@@ -133,6 +133,7 @@ def test_none_whole_is_an_error_and_none_at_all_is_not(saved: CaseResults) -> No
         ("stage", "was saved with ZeRO stage 2, this run has 1"),
         ("precision", "was saved with precision bf16, this run has fp32"),
         ("world", "was saved with world size 4, this run has 2"),
+        ("engine", "was saved with engine torch, this run has deepspeed"),
         ("shape", "trained parameter w has shape (3,), in this run (5,)"),
     ],
 )
@@ -140,6 +141,7 @@ def test_what_differs_is_named_before_anything_is_loaded(saved: CaseResults, kin
     for rank in range(saved.world_size):
         error = saved.of_rank(rank, "mismatch")[kind]
         assert error.startswith("ConfigError: ") and words in error
+        assert saved.of_rank(rank, "mismatch")["none: an older manifest"] == "{'step': 2}"
 
 
 def test_old_ones_are_pruned_and_newer_ones_are_not(saved: CaseResults) -> None:
