@@ -19,7 +19,7 @@ from dslaunch.train.engine.muon import place_muon
 from dslaunch.train.engine.own_loop import USUAL_WATCH, OnEvent, OwnLoop, build_own_loop
 from dslaunch.train.engine.result import SkipReason, StepResult
 from dslaunch.train.engine.settings import check_version, prepare
-from dslaunch.train.engine.step_rules import at_minimum_scale, check_num_tokens, skip_reason
+from dslaunch.train.engine.step_rules import Turns, at_minimum_scale, check_num_tokens, skip_reason
 from dslaunch.train.engine.window import Window
 from dslaunch.train.fp32_modules import to_fp32_throughout
 from dslaunch.train.jit_ops import prepare_optimizer
@@ -53,6 +53,7 @@ class Engine:
         self._gradients = LocalGradients(ds.module.parameters() if trains else ())
         plain = not (ds.zero_optimization() or ds.fp16_enabled() or ds.bfloat16_enabled())
         self._checks_fp32 = plain and ds.optimizer is not None
+        self._turns = None if plain else Turns()
         if self._checks_fp32:
             cures.check_gradients_at_fp32_stage_0(ds)
         elif trains and ds.fp16_enabled():
@@ -77,8 +78,10 @@ class Engine:
 
         The gradient is the mean over the micro-batches of the window and over the
         ranks. ``loss``: a scalar; it is taken to fp32 before it is scaled. For token
-        losses of unequal counts use :meth:`backward_token_sum`.
+        losses of unequal counts use :meth:`backward_token_sum`. Raises ConfigError for a
+        second one before ``step``, where ZeRO would lose the first.
         """
+        self._begin_backward()
         loss = loss.float()
         share = 1.0 / (self.gradient_accumulation_steps * self.world_size)
         self._window.add(loss.detach() * share, num_tokens=None)
@@ -98,6 +101,7 @@ class Engine:
         W / num_tokens and its division by the accumulation steps is turned off.
         """
         check_num_tokens(self.global_step, num_tokens)
+        self._begin_backward()
         loss_sum = loss_sum.float()
         self._window.add(loss_sum.detach() / num_tokens, num_tokens=num_tokens)
         self.deepspeed.backward(loss_sum * (self.world_size / num_tokens), scale_wrt_gas=False)
@@ -122,9 +126,11 @@ class Engine:
         6. loss scale (grows after the step that it was used in: F2) and learning rate.
 
         Raises Diverged, on every rank, where gradients overflow at the minimum loss scale, or where
-        the watch says that the training gets nowhere.
+        the watch says that the training gets nowhere; ConfigError where no backward came before (ZeRO).
         """
         ds = self.deepspeed
+        if self._turns is not None:
+            self._turns.step()
         self._window.flag(flag)
         if not ds.is_gradient_accumulation_boundary():
             ds.step()
@@ -157,6 +163,10 @@ class Engine:
         """What this rank has to have in common with the others in this window; 0: nothing."""
         course = self._gradients.take_course(ordered=self._by_place == "order")
         return course if self._by_place else 0
+
+    def _begin_backward(self) -> None:
+        if self._turns is not None:
+            self._turns.backward()
 
     def _end_backward(self, num_tokens: int | None) -> None:
         self._complete_gradients()

@@ -19,6 +19,7 @@ from tests.train.engine import (
     cases_own_trace,
     cases_stage_0,
     cases_torch,
+    cases_turns,
     cases_watch,
 )
 from tests.train.rank_cases import RANK, Case, run_cases
@@ -37,6 +38,7 @@ def all_cases() -> dict[str, Case]:
         cases_watch,
         cases_own_trace,
         cases_absent,
+        cases_turns,
     )
     cases = {name: case for module in modules for name, case in module.all_cases().items()}
     return {**cases, **cases_norms.last_cases()}
