@@ -70,11 +70,17 @@ def build_completion(ds: Any) -> Complete:
         return _nothing  # it has sums of its own
     if ds.zero_optimization_stage() == 3:
         return _complete_stage_3(optimizer)
+    completions = []
     if ds.zero_optimization_stage() == 1 and getattr(optimizer, "overlap_comm", False):
-        return _refuse_late(ds)
+        completions.append(_refuse_late(ds))
     if getattr(optimizer, "cpu_offload", False):
-        return _complete_offload(optimizer)
-    return _nothing
+        completions.append(_complete_offload(optimizer))
+
+    def complete() -> None:
+        for one in completions:
+            one()
+
+    return complete
 
 
 def _refuse_late(ds: Any) -> Complete:
@@ -112,14 +118,9 @@ def _refuse_late(ds: Any) -> Complete:
 
 
 def _complete_stage_3(optimizer: Any) -> Complete:
-    if not all(hasattr(optimizer, name) for name in (_BUFFERS, "partition_grads", "micro_step_id")):
-        import deepspeed
-
-        raise EnvironmentNotReady(
-            f"DeepSpeed {deepspeed.__version__} is not the one that the cure of F21 was made for: "
-            f"{type(optimizer).__name__} keeps its gradients elsewhere",
-            hint="install the DeepSpeed of constraints.txt, or use zero_optimization.stage 2 without offload",
-        )
+    _require(
+        optimizer, _BUFFERS, "partition_grads", "micro_step_id", "_finalize_offload_gradient_accumulation"
+    )
     came: set[int] = set()
     partition_grads = optimizer.partition_grads
 
@@ -143,6 +144,10 @@ def _complete_stage_3(optimizer: Any) -> Complete:
 
 
 def _complete_offload(optimizer: Any) -> Complete:
+    _require(
+        optimizer, "params_in_partition", "copy_grads_in_partition", "micro_step_id", "grad_position",
+        "accumulated_grads_in_cpu", "_finalize_cpu_offload_gradient_accumulation",
+    )  # fmt: skip
     own = {
         optimizer.get_param_id(p) for group in optimizer.params_in_partition for p in group if p.requires_grad
     }
@@ -168,6 +173,18 @@ def _complete_offload(optimizer: Any) -> Complete:
 
     optimizer.copy_grads_in_partition = copy_and_note
     return complete
+
+
+def _require(optimizer: Any, *names: str) -> None:
+    """Raises EnvironmentNotReady where DeepSpeed's optimizer lacks one of these: it is another DeepSpeed."""
+    if missing := [name for name in names if not hasattr(optimizer, name)]:
+        import deepspeed
+
+        raise EnvironmentNotReady(
+            f"DeepSpeed {deepspeed.__version__} is not the one that the cure of F21 was made for: "
+            f"{type(optimizer).__name__} has no {missing[0]}",
+            hint="install the DeepSpeed of constraints.txt, or use zero_optimization.stage 2 without offload",
+        )
 
 
 def _zero_offloaded(optimizer: Any, ids: Collection[int]) -> None:

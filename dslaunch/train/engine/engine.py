@@ -375,9 +375,11 @@ def initialize(
 
 def _deepspeed_initialize(**arguments: Any) -> Any:
     import deepspeed
+    from deepspeed.runtime.config import DeepSpeedConfigError
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
-    refusals = (AssertionError, ValueError, TypeError, NotImplementedError, ZeRORuntimeException)
+    pythons = (AssertionError, ValueError, TypeError, NotImplementedError)
+    refusals = (*pythons, ZeRORuntimeException, DeepSpeedConfigError)
     try:
         with hold_deepspeeds_prints():
             return deepspeed.initialize(**arguments)[0]

@@ -11,7 +11,9 @@ from tests.train.engine.cases_behaviour import refused
 from tests.train.rank_cases import RANK, Case, bare_deepspeed, config, engine_for, master
 
 # Whether the second weight is used in the two micro-batches of each window.
-WINDOWS = ((True, True), (True, False), (False, True), (False, False))
+Windows = tuple[tuple[bool, bool], ...]
+WINDOWS: Windows = ((True, True), (True, False), (False, True), (False, False))
+NONE_TOO_LATE: Windows = ((True, True), (False, True), (False, False))
 
 
 class TwoWeights(torch.nn.Module):
@@ -25,8 +27,8 @@ class TwoWeights(torch.nn.Module):
         return self.a.sum() + self.b.sum() if uses_b else self.a.sum()
 
 
-def _config(stage: int, precision: str, offload: bool) -> dict[str, Any]:
-    zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {})}
+def _config(stage: int, precision: str, offload: bool, **zero_keys: Any) -> dict[str, Any]:
+    zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {}), **zero_keys}
     scale = {"fp16": {"initial_scale_power": 4}} if precision == "fp16" else {}
     return {
         **config(stage, precision, accumulation=2, zero_optimization=zero, **scale),
@@ -47,22 +49,24 @@ def course(stage: int, precision: str, *, offload: bool = False) -> dict[str, An
     return {"weights": weights, "norms": norms}
 
 
-def bare_course(stage: int, *, offload: bool = False) -> list[float]:
-    """The second weight after each window, of DeepSpeed alone."""
+def of_second(
+    stage: int, windows: Windows = WINDOWS, *, bare: bool, offload: bool = False, **zero: Any
+) -> Any:
+    """The second weight after each window."""
     found = []
-    with bare_deepspeed(TwoWeights(), _config(stage, "fp32", offload)) as ds:
-        for window in WINDOWS:
+    settings = _config(stage, "fp32", offload, **zero)
+    with (bare_deepspeed if bare else engine_for)(TwoWeights(), settings) as engine:
+        for window in windows:
             for uses_b in window:
-                ds.backward(ds(uses_b))
-                ds.step()
-            found.append(master(ds.module.b)[0])
+                engine.backward(engine(uses_b))
+                engine.step()
+            found.append(master(engine.module.b)[0])
     return found
 
 
 def overlapped(bare: bool) -> Any:
     """Stage 1 with overlap_comm, each rank another gradient: the second weight at the end, or why not."""
-    settings = _config(1, "fp32", offload=False)
-    settings["zero_optimization"]["overlap_comm"] = True
+    settings = _config(1, "fp32", offload=False, overlap_comm=True)
     with (bare_deepspeed if bare else engine_for)(TwoWeights(), settings) as engine:
         try:
             for uses_b in WINDOWS[0] + WINDOWS[1]:
@@ -130,12 +134,15 @@ def renamed_upstream() -> str:
 
 def all_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {
-        "absent-bare/3": lambda: bare_course(3),
-        "absent-bare/1/offload": lambda: bare_course(1, offload=True),
-        "absent-bare/2/offload": lambda: bare_course(2, offload=True),
+        "absent-bare/3": lambda: of_second(3, bare=True),
+        "absent-bare/1/offload": lambda: of_second(1, bare=True, offload=True),
+        "absent-bare/2/offload": lambda: of_second(2, bare=True, offload=True),
         "absent/renamed": renamed_upstream,
         "absent-bare/overlap": lambda: overlapped(bare=True),
         "absent/overlap": lambda: overlapped(bare=False),
+        "absent/overlap/offload": lambda: of_second(
+            1, NONE_TOO_LATE, bare=False, offload=True, overlap_comm=True
+        ),
         "absent-bare-on-one-rank": lambda: absent_on_one_rank(bare=True),
         "absent-on-one-rank": lambda: absent_on_one_rank(bare=False),
     }

@@ -127,6 +127,7 @@ def refusal_cases() -> dict[str, Case]:
         "refused/enabled": lambda: refused(config(1, bf16={"enabled": "yes"})),
         "refused/batch": lambda: refused({**config(1, micro=2, accumulation=2), "train_batch_size": 7}),
         "refused/stage": lambda: refused(config(5)),
+        "refused/mics": lambda: refused(config(3, zero_optimization={"stage": 3, "mics_shard_size": 1})),
         "refused/norm": lambda: refused(config(2, zero_optimization={"compute_grad_norm": False})),
         "refused/check": lambda: refused(config(2, "bf16", bf16={"check_grad_overflow": False})),
         "refused/muon": lambda: refused(

@@ -51,6 +51,10 @@ def test_that_is_refused_by_the_parameters_name(two_ranks: CaseResults) -> None:
     )
 
 
+def test_with_overlap_and_offload_what_did_not_come_counts_as_zero_too(two_ranks: CaseResults) -> None:
+    assert two_ranks["absent/overlap/offload"] == [-1.0, -1.5, -1.5]
+
+
 @pytest.mark.parametrize("cell", ["1", "2", "2/order"])
 def test_gradients_that_are_added_to_those_of_others_end_the_run(two_ranks: CaseResults, cell: str) -> None:
     """Upstream adds the first expert's gradient to the second's: each gets the mean, 1, and not its half."""

@@ -95,6 +95,7 @@ def test_token_counts_must_be_positive_and_one_per_window(two_ranks: CaseResults
         ("enabled", "bf16.enabled is 'yes'; it must be true or false"),
         ("batch", "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size 7"),
         ("stage", "zero_optimization.stage is 5; it must be 0, 1, 2 or 3"),
+        ("mics", "DeepSpeed 0.19.8 refuses this configuration: MiCS ZeRO-3 sharding has been removed"),
         ("norm", "zero_optimization.compute_grad_norm is false"),
         ("check", "bf16.check_grad_overflow is false"),
         ("muon", "Muon as an optimizer of your own at zero_optimization.stage 2"),
