@@ -34,6 +34,7 @@ ANCHORS = (
     b" iteration ",
 )
 _BLOCK = 1 << 20
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 AHEAD = 4096  # bytes after a line that must be there before it is read: it may have been wrapped
 _BEHIND = 400  # bytes before a line that are kept: a progress bar may say which step it is
 _WINDOW = 1 << 15
@@ -137,7 +138,7 @@ def _as_utf8(blocks: Iterable[bytes]) -> Iterator[bytes]:
     """UTF-16, which PowerShell's ``>`` writes, is known by its first bytes."""
     decoder: codecs.IncrementalDecoder | None = None
     for number, block in enumerate(blocks):
-        if number == 0 and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        if number == 0 and block.startswith(_UTF16) and b"\0" in block[2:66]:  # else two odd bytes
             decoder = codecs.getincrementaldecoder("utf-16")("replace")
         yield block if decoder is None else decoder.decode(block).encode("utf-8", "replace")
 
