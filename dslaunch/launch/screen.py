@@ -25,8 +25,9 @@ class Screen:
     """
 
     def __init__(self, out: BinaryIO, err: BinaryIO, run_dir: str) -> None:
-        self._err = StreamWriter(err)
-        self._out = self._err if is_same_terminal(out, err) else StreamWriter(out)
+        shared = is_same_terminal(out, err)
+        self._err = StreamWriter(err, out if shared else None)
+        self._out = self._err if shared else StreamWriter(out)
         self._out_stream = out
         self.is_terminal = is_terminal(err)
         self._run_dir = RunDir(Path(run_dir))

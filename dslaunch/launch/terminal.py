@@ -42,8 +42,9 @@ class StreamWriter:
     On a terminal, :meth:`show_status` draws a last line there, which goes when anything else is written.
     """
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: BinaryIO, twin: BinaryIO | None = None) -> None:
+        """``twin``: another stream that ends at the same terminal, for :meth:`write`."""
+        self._stream, self._twin = stream, twin
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._broken = False
         self._status = self._drawn = ""
@@ -58,7 +59,7 @@ class StreamWriter:
     ) -> None:
         """Queue ``data``; ``on_written`` is called, in the thread, once it is out (or given up).
 
-        ``stream``: another one to write it to, which ends at the same terminal.
+        ``stream``: the twin, where it is to go there.
         """
         self._queue.put((data, on_written, stream or self._stream, False))
 
@@ -127,11 +128,14 @@ class StreamWriter:
         return text[: max(0, columns - 1)].encode("utf-8", "replace")
 
     def _discard_rest(self) -> None:
-        # What is left in the stream's buffer would fail again when Python exits.
-        with contextlib.suppress(OSError, ValueError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
+        # What is left in a stream's buffer would fail again when Python exits (with 120), and what is
+        # said to the twin later would, too.
+        for stream in (self._stream, self._twin):
+            if stream is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    null = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(null, stream.fileno())
+                    os.close(null)
 
 
 class SafeEvents:
