@@ -33,7 +33,7 @@ class Turns:
             raise ConfigError(
                 "step was called without a backward before it",
                 hint="call backward once in each micro-batch; where there is nothing to learn from, of "
-                "output.sum() * 0: it makes every gradient a zero",
+                "(output * 0).sum(): it makes every gradient a zero (output.sum() * 0 may be nan in fp16)",
             )
         self._went_backward = False
 
