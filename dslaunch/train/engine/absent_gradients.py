@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from dslaunch.core.errors import ConfigError, EnvironmentNotReady
+from dslaunch.core.errors import ConfigError
+from dslaunch.train.engine.cures import other_deepspeed
 
 Complete = Callable[[], None]
 _BUFFERS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
@@ -178,12 +179,10 @@ def _complete_offload(optimizer: Any) -> Complete:
 def _require(optimizer: Any, *names: str) -> None:
     """Raises EnvironmentNotReady where DeepSpeed's optimizer lacks one of these: it is another DeepSpeed."""
     if missing := [name for name in names if not hasattr(optimizer, name)]:
-        import deepspeed
-
-        raise EnvironmentNotReady(
-            f"DeepSpeed {deepspeed.__version__} is not the one that the cure of F21 was made for: "
+        raise other_deepspeed(
             f"{type(optimizer).__name__} has no {missing[0]}",
-            hint="install the DeepSpeed of constraints.txt, or use zero_optimization.stage 2 without offload",
+            "old gradients (F21)",
+            "zero_optimization.stage 2 without offload",
         )
 
 

@@ -45,7 +45,7 @@ def forget_autocast_of_other_engines() -> None:
     from deepspeed.runtime import torch_autocast
 
     if not hasattr(torch_autocast, "TORCH_AUTOCAST_INITIALIZED"):
-        raise _other_deepspeed("torch_autocast keeps its state elsewhere", "autocast in one process (F6)")
+        raise other_deepspeed("torch_autocast keeps its state elsewhere", "autocast in one process (F6)")
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
 
@@ -79,7 +79,7 @@ def delay_loss_scale_growth(ds: Any) -> None:
     """
     optimizer = ds.optimizer
     if not hasattr(optimizer, "_update_scale"):
-        raise _other_deepspeed(f"{type(optimizer).__name__} has no _update_scale", "the loss scale (F2)")
+        raise other_deepspeed(f"{type(optimizer).__name__} has no _update_scale", "the loss scale (F2)")
     update_scale = optimizer._update_scale
     step = optimizer.step
     waiting = False
@@ -203,11 +203,11 @@ def let_go_of_gradients(ds: Any) -> None:
     ds._backward_prologue_per_tensor = lambda gradient: gradient
 
 
-def _other_deepspeed(what: str, cured: str) -> EnvironmentNotReady:
+def other_deepspeed(what: str, cured: str, instead: str = "precision bf16 or fp32") -> EnvironmentNotReady:
     """A cure that finds nothing to hold on to must not vanish without a word."""
     import deepspeed
 
     return EnvironmentNotReady(
         f"DeepSpeed {deepspeed.__version__} is not the one that the cure of {cured} was made for: {what}",
-        hint="install the DeepSpeed of constraints.txt, or use precision bf16 or fp32",
+        hint=f"install the DeepSpeed of constraints.txt, or use {instead}",
     )
